@@ -71,8 +71,9 @@ def engine(device: str, home: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from configs.schema.rollout import EngineConfig
-    from models.engines.core import Completion, SamplingRule
+    from models.engines.core import Completion
     from models.engines.embedded.engine import EmbeddedEngine
+    from models.engines.protocol import SamplingParams
     from models.tiny import make_tiny_checkpoint
 
     size = "0.6B" if device == "cuda" else "quick"
@@ -95,8 +96,8 @@ def engine(device: str, home: Path) -> dict[str, Any]:
     requests = [
         Completion(
             rid=str(number), group=number, sample=0, prompt=prompt, prompt_key=prompt.tobytes(),
-            rule=SamplingRule(1.0, 1.0, -1, 0.0), seed=number, max_new=128, min_new=128, stop_ids=(), stop_strings=(),
-            skip_special=True, trim_stop=True, stream=False, extra_key="", score_from=-1,
+            rule=SamplingParams(min_new_tokens=128), seed=number, max_new=128, stop_ids=(), stop_strings=(),
+            stream=False, extra_key="", score_from=-1,
         )
         for number, prompt in enumerate(prompts)
     ]  # fmt: skip

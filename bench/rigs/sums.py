@@ -19,9 +19,10 @@ from configs.rules.validate import checked
 from configs.schema import Config
 from models.algorithms.advantages import advantages
 from models.arithmetic import write_arithmetic
-from models.engines.core import Completion, SamplingRule
+from models.engines.core import Completion
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.noise import sample_seed
+from models.engines.protocol import SamplingParams
 from models.engines.text import TextCodec
 from models.tiny import make_tiny_checkpoint
 from models.train.build import build_backend
@@ -126,12 +127,12 @@ class Sampler:
 
     async def sample(self, rows: Sequence[Row], seeds: Sequence[int], n: int, temperature: float) -> list[Completion]:
         """n responses to each row, row by row. Waits for the engine's deliveries."""
-        rule = SamplingRule(temperature, 1.0, -1, 0.0)
+        rule = SamplingParams(temperature=temperature, no_stop_trim=True)
         completions = [
             Completion(
                 rid=f"{number}_{index}", group=number, sample=index, prompt=row.ids, prompt_key=row.ids.tobytes(),
-                rule=rule, seed=sample_seed(seed, index), max_new=LENGTH, min_new=0, stop_ids=(self._eos_id,),
-                stop_strings=(), skip_special=True, trim_stop=False, stream=False, extra_key="", score_from=-1,
+                rule=rule, seed=sample_seed(seed, index), max_new=LENGTH, stop_ids=(self._eos_id,),
+                stop_strings=(), stream=False, extra_key="", score_from=-1,
             )
             for number, (row, seed) in enumerate(zip(rows, seeds, strict=True))
             for index in range(n)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from models.engines.protocol import FinishReason, Load, PauseMode, VersionSpan
+from models.engines.protocol import FinishReason, Load, PauseMode, SamplingParams, VersionSpan
 from models.errors import RequestRefused, WeightsRefused
 
 # --------------------------------------------------------------------------------------------------
@@ -123,24 +123,6 @@ class EngineFacts:
     eos_ids: frozenset[int]
 
 
-@dataclass(frozen=True)
-class SamplingRule:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` <= 0, `top_p` 1 and `min_p` 0 do not truncate."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-
-
 @dataclass(slots=True, eq=False)
 class Completion:
     """One growing response: sample `sample` of the request `group`."""
@@ -150,14 +132,11 @@ class Completion:
     sample: int
     prompt: npt.NDArray[np.int32]  # [P]
     prompt_key: bytes  # prompt.tobytes(), made once for all samples
-    rule: SamplingRule
+    rule: SamplingParams  # how tokens are drawn and shown; what bounds the response is below
     seed: int
     max_new: int
-    min_new: int
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
-    skip_special: bool
-    trim_stop: bool
     stream: bool  # the client wants its progress, not only its end
     extra_key: str
     score_from: int  # prompt tokens behind this position are scored, -1 for none
@@ -250,18 +229,54 @@ def nowhere(completions: Sequence[Completion]) -> None:
     """Deliveries before the start: there are none."""
 
 
+class Scheduler(Protocol):
+    """What decides in an engine which completions run."""
+
+    label: str
+    paused: bool
+    totals: Totals
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def used_tokens(self) -> int: ...
+
+
 class EngineCore(Protocol):
     """An engine without its HTTP front. Every coroutine waits until the engine has done its work."""
 
-    @property
-    def facts(self) -> EngineFacts: ...
+    def __init__(self, facts: EngineFacts, scheduler: Scheduler) -> None:
+        self.facts, self.scheduler = facts, scheduler
 
     @property
     def label(self) -> str:
         """The label of the current weights."""
+        return self.scheduler.label
 
     @property
-    def paused(self) -> bool: ...
+    def paused(self) -> bool:
+        return self.scheduler.paused
+
+    def totals(self) -> Totals:
+        return self.scheduler.totals
+
+    def measure(self) -> Load:
+        """The load at this moment, for an engine that may look at its scheduler now."""
+        facts, now = self.facts, self.scheduler
+        return Load(
+            num_running_reqs=now.running,
+            num_waiting_reqs=now.waiting,
+            num_used_tokens=now.used_tokens,
+            max_total_num_tokens=facts.kv_tokens,
+            max_running_requests=facts.slots,
+            token_usage=now.used_tokens / facts.kv_tokens,
+            cache_hit_rate=now.totals.cache_hit_rate,
+            busy_s=now.totals.busy_s,
+        )
 
     def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
         """Start. `deliver` gets completions that finished or, if they stream, have enough for a chunk, at most
@@ -306,5 +321,3 @@ class EngineCore(Protocol):
         """Restore the memory. Its content is lost: update the weights before `resume`."""
 
     def load(self) -> Load: ...
-
-    def totals(self) -> Totals: ...

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from models.engines.core import Completion, EngineFacts, SamplingRule
+from models.engines.core import Completion, EngineFacts
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.text import TextCodec
@@ -122,7 +122,6 @@ class Intake:
         if strings and not self._text.available:
             raise RequestRefused("stop is set, but the served model has no tokenizer.json; use stop_token_ids")
         stop_ids = () if params.ignore_eos else (*(params.stop_token_ids or ()), *sorted(self._facts.eos_ids))
-        rule = SamplingRule(params.temperature, params.top_p, params.top_k, params.min_p)
         seed = params.sampling_seed if params.sampling_seed is not None else self._draw_seed()
         group = next(self._groups)
         score_from = self._score_from(request, len(prompt))
@@ -134,14 +133,11 @@ class Intake:
                 sample=sample,
                 prompt=ids,
                 prompt_key=key,
-                rule=rule,
+                rule=params,
                 seed=sample_seed(seed, sample),
                 max_new=max_new,
-                min_new=params.min_new_tokens,
                 stop_ids=stop_ids,
                 stop_strings=strings,
-                skip_special=params.skip_special_tokens,
-                trim_stop=not params.no_stop_trim,
                 stream=request.stream and interval > 0,
                 stream_interval=max(interval, 1),
                 extra_key=request.extra_key or "",

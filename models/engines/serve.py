@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -52,7 +52,7 @@ class EngineServer:
     `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
     `config.engine_port`, which is the first port of all engines of a run. `stream_interval` is the number of tokens of
     a streamed chunk, unless a request says its own; with 0 each response is one chunk, sent when it has ended. With
-    `incremental_streaming` a chunk holds new tokens only. `faults`: injected faults of requests. `token`:
+    `incremental_streaming_output` a chunk holds new tokens only. `faults`: injected faults of requests. `token`:
     required of requests; only a server on the loopback address may do without. Raises `EngineStartError` on entry.
     """
 
@@ -65,7 +65,7 @@ class EngineServer:
     host: str = "127.0.0.1"
     weight_version: str = DEFAULT_LABEL
     stream_interval: int = 0
-    incremental_streaming: bool = False
+    incremental_streaming_output: bool = False
     faults: FaultPlan | None = None
     token: Token | None = None
     core: EngineCore | None = field(default=None, init=False)
@@ -89,7 +89,7 @@ class EngineServer:
             codec,
             self.seed,
             stream_interval=self.stream_interval,
-            incremental=self.incremental_streaming,
+            incremental=self.incremental_streaming_output,
             faults=self.faults,
             token=self.token,
         )
@@ -124,7 +124,10 @@ class EngineServer:
         try:
             await web.TCPSite(self._runner, self.host, self.port).start()
         except OSError as error:
-            raise _port_error(self.host, self.port, error) from error
+            fault = f"cannot listen on {self.host}:{self.port}: {error.strerror}; choose another --host or --port"
+            if error.errno == errno.EADDRINUSE:
+                fault = f"port {self.port} of {self.host} is in use; choose another --port, or 0 for any free one"
+            raise EngineStartError(fault) from error
         self.url = f"http://{self.host}:{self._runner.addresses[0][1]}"
 
     async def wait(self) -> None:
@@ -158,12 +161,6 @@ def build_core(
     from models.engines.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(config, model_path, max_context_len=max_context_len, label=label, codec=codec), codec
-
-
-def _port_error(host: str, port: int, error: OSError) -> EngineStartError:
-    if error.errno == errno.EADDRINUSE:
-        return EngineStartError(f"port {port} of {host} is in use; choose another --port, or 0 for any free one")
-    return EngineStartError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port")
 
 
 def _die_with_parent(parent: int) -> None:
@@ -207,28 +204,28 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _fault_plan(text: str) -> FaultPlan:
-    return msgspec.json.decode(text, type=FaultPlan)
+def _token(path: str) -> Token:
+    return read_token(Path(path)).token
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> dict[str, Any]:
+    """Those of `EngineServer` by their names, `config` and `faults` still as JSON; and `engine` and `ready_file`."""
     parser = argparse.ArgumentParser(prog="models.engines.serve", description="Serve a model over SGLang's protocol.")
     parser.add_argument("--engine", choices=("embedded", "simulated"), help="replaces engine of --config")
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 = any free port")
-    parser.add_argument("--token-file", type=Path, help="file (mode 0600) with the token that requests must bring")
+    token = "file (mode 0600) with the token that requests must bring"
+    parser.add_argument("--token-file", dest="token", type=_token, metavar="FILE", help=token)
     parser.add_argument("--ready-file", type=Path, help="gets {url, pid} as JSON when requests are served")
     parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
     parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
     parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
-    parser.add_argument("--fault-plan", type=_fault_plan, help="faults on purpose, FaultPlan as JSON")
+    parser.add_argument("--fault-plan", dest="faults", metavar="JSON", help="faults on purpose, FaultPlan as JSON")
     parser.add_argument("--stream-interval", type=int, default=0, help="tokens of a chunk; 0: only at a response's end")
-    parser.add_argument(
-        "--incremental-streaming-output", action="store_true", help="a chunk holds what is new, not all so far"
-    )
-    return parser.parse_args(argv)
+    parser.add_argument("--incremental-streaming-output", action="store_true", help="a chunk holds new tokens only")
+    return vars(parser.parse_args(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -239,27 +236,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.setswitchinterval(_SWITCH_S)
     # Small models on a CPU gain nothing from more threads, and lose much when other processes want the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    arguments = _arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        if arguments.engine:
-            config = msgspec.structs.replace(config, engine=arguments.engine)
-        server = EngineServer(
-            config,
-            arguments.model_path,
-            max_context_len=arguments.max_context_len,
-            seed=arguments.seed,
-            port=arguments.port,
-            host=arguments.host,
-            weight_version=arguments.weight_version,
-            stream_interval=arguments.stream_interval,
-            incremental_streaming=arguments.incremental_streaming_output,
-            faults=arguments.fault_plan,
-            token=read_token(arguments.token_file).token if arguments.token_file else None,
-        )
+        options = _arguments(argv)
+        engine, ready_file = options.pop("engine"), options.pop("ready_file")
+        options["config"] = msgspec.json.decode(options["config"], type=EngineConfig)
+        options["faults"] = options["faults"] and msgspec.json.decode(options["faults"], type=FaultPlan)
+        if engine:
+            options["config"] = msgspec.structs.replace(options["config"], engine=engine)
         with asyncio.Runner(loop_factory=_fast_loop()) as runner:
-            runner.run(_serve(server, arguments.ready_file))
+            runner.run(_serve(EngineServer(**options), ready_file))
     except (EngineError, msgspec.MsgspecError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, EngineStartError | msgspec.MsgspecError) else 1

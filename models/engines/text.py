@@ -168,7 +168,7 @@ class Chunks:
         if ended:
             [chunk] = outputs([c], self._codec, label, self._log_probs)
         elif c.stream and count - self._sent >= (c.stream_interval if self._sent else 1):
-            text = self._codec.decode(c.output_ids[:count], c.skip_special)
+            text = self._codec.decode(c.output_ids[:count], c.rule.skip_special_tokens)
             text = text.rstrip(_HALF)  # the rest of the character is still to come
             chunk = output(c, text, label, self._log_probs, count)
         else:
@@ -220,13 +220,13 @@ def _meta(c: Completion, ids: list[int], label: str, log_probs: bool, finished: 
 def _texts(completions: Sequence[Completion], codec: TextCodec) -> list[str]:
     """Text without what ended it (unless the request keeps it): a stop token's ids stay in `output_ids`, and so do the
     tokens of a stop string."""
-    ends = [c.finish.matched if c.finish is not None and c.trim_stop else None for c in completions]
+    ends = [c.finish.matched if c.finish is not None and not c.rule.no_stop_trim else None for c in completions]
     rows = [
         c.output_ids[:-1] if isinstance(end, int) else c.output_ids for c, end in zip(completions, ends, strict=True)
     ]
-    skip = {completion.skip_special for completion in completions}
+    skip = {completion.rule.skip_special_tokens for completion in completions}
     if len(skip) == 1:
         texts = codec.decode_many(rows, skip.pop())
     else:
-        texts = [codec.decode(row, c.skip_special) for row, c in zip(rows, completions, strict=True)]
+        texts = [codec.decode(row, c.rule.skip_special_tokens) for row, c in zip(rows, completions, strict=True)]
     return [text.partition(end)[0] if isinstance(end, str) else text for text, end in zip(texts, ends, strict=True)]

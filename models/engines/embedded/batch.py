@@ -31,6 +31,7 @@ from models.engines.core import Completion
 from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.transformer import Transformer
 from models.engines.noise import MASK, mix_array, mixed_uniforms
+from models.engines.protocol import SamplingParams
 
 PREFILL_TOKENS: Final = 16_384
 SCORED_LOGITS: Final = 1 << 25  # numbers; 128 MiB
@@ -220,7 +221,7 @@ class Truncation:
 
     @classmethod
     def of(cls, completions: Sequence[Completion], device: torch.device) -> Truncation | None:
-        rows = [index for index, c in enumerate(completions) if c.rule.truncates and not c.rule.greedy]
+        rows = [index for index, c in enumerate(completions) if _truncates(c.rule)]
         if not rows:
             return None
         rules = [completions[index].rule for index in rows]
@@ -240,6 +241,11 @@ class Truncation:
         ranks = torch.arange(part.shape[-1], device=part.device)
         kept = (ranks < self.top_k) & (before < self.top_p) & (ordered >= self.min_p * ordered[:, :1])
         probabilities[self.rows] = part * torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def _truncates(rule: SamplingParams) -> bool:
+    """A `temperature` of 0 is greedy; `top_k` <= 0, `top_p` 1 and `min_p` 0 do not truncate."""
+    return rule.temperature != 0.0 and (rule.top_p < 1.0 or rule.top_k > 0 or rule.min_p > 0.0)
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch, positions: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -28,13 +28,12 @@ from typing import Final, TypeVar
 import torch
 
 from configs.schema.rollout import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, nowhere
+from models.engines.core import Completion, Deliver, EngineCore, EngineFacts, MemoryAccount, MemoryTag, nowhere
 from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.model_spec import ModelSpec
 from models.engines.embedded.stepper import Stepper
 from models.engines.embedded.transformer import LiveWeights, Transformer
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
-from models.engines.scheduled import ScheduledEngine
 from models.engines.text import TextCodec
 from models.errors import EngineServerError, EngineStartError, WeightsRefused
 
@@ -46,7 +45,7 @@ _CPU_SHARE: Final = 0.5  # of physical memory that the KV cache may take, touche
 _CUDA_SHARE: Final = 0.8  # of a GPU, unless the configuration says otherwise, and of what is free after the weights
 
 
-class EmbeddedEngine(ScheduledEngine):
+class EmbeddedEngine(EngineCore):
     """Serves one Hugging Face checkpoint. Construction loads it and allocates the KV cache."""
 
     def __init__(

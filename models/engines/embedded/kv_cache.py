@@ -220,7 +220,7 @@ class SlotTable:
         self.log_probs[slot, start:length] = completion.log_probs
         self.length[slot] = length
         self.limit[slot] = start + completion.max_new
-        self.floor[slot] = start + completion.min_new
+        self.floor[slot] = start + completion.rule.min_new_tokens
         self._set_stops(slot, completion.stop_ids)
         self.generation[slot] = generation
         self.key[slot] = self._keys.setdefault(completion.extra_key, len(self._keys))

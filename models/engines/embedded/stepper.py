@@ -300,7 +300,7 @@ class Stepper:
         if not completion.stop_strings or length <= self._table.floor[slot]:
             return None
         start = max(completion.prompt_tokens, length - tail_tokens(completion.stop_strings))
-        tail = self._codec.decode(self._table.tokens[slot, start:length].tolist(), completion.skip_special)
+        tail = self._codec.decode(self._table.tokens[slot, start:length].tolist(), completion.rule.skip_special_tokens)
         return find_stop(tail, completion.stop_strings)
 
     def _retract(self) -> None:

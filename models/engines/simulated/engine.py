@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.rollout import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, nowhere
+from models.engines.core import Completion, Deliver, EngineCore, EngineFacts, MemoryAccount, MemoryTag, nowhere
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
-from models.engines.scheduled import ScheduledEngine
 from models.engines.simulated.schedule import Schedule
 from models.errors import EngineServerError
 
 _UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens
 
 
-class SimulatedEngine(ScheduledEngine):
+class SimulatedEngine(EngineCore):
     """Serves the latency model of `config.simulated`. Lives in the event loop that starts it."""
 
     def __init__(
@@ -56,7 +55,7 @@ class SimulatedEngine(ScheduledEngine):
         super().__init__(facts, self.schedule)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._drained: list[asyncio.Future[None]] = []
+        self._drained = asyncio.Event()
         self._updating = asyncio.Lock()
         self._memory = MemoryAccount()
         self._stopped = False
@@ -153,11 +152,9 @@ class SimulatedEngine(ScheduledEngine):
 
     async def _drain(self) -> None:
         """Wait until nothing runs or the engine is paused; unblocked by the pump, which sees either first."""
-        assert self._loop is not None
         while self.schedule.running and not self.schedule.paused:
-            drained = self._loop.create_future()
-            self._drained.append(drained)
-            await drained
+            self._drained.clear()
+            await self._drained.wait()
 
     def _pump(self) -> None:
         """Hand out what has ended or streams, and sleep until the next event or chunk."""
@@ -170,10 +167,7 @@ class SimulatedEngine(ScheduledEngine):
         if progressed:
             self._deliver(progressed)
         if not self.schedule.running or self.schedule.paused:
-            drained, self._drained = self._drained, []
-            for waiter in drained:
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._drained.set()
         times = [time for time in (self.schedule.next_event(), self.schedule.next_chunk()) if time is not None]
         if times:
             self._timer = self._loop.call_at(min(times), self._pump)

@@ -92,7 +92,7 @@ class Writer:
             return completion.max_new, False
         left = self._left.get(xxhash.xxh3_64_intdigest(completion.prompt_key))
         length = left if left is not None else simulated_length(self._config, completion.seed)
-        length = max(length, completion.min_new)
+        length = max(length, completion.rule.min_new_tokens)
         return min(length, completion.max_new), length <= completion.max_new
 
     def extend(self, completion: Completion, count: int) -> None:

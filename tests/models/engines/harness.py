@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
-from models.engines.core import Completion, SamplingRule
+from models.engines.core import Completion
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.stepper import Stepper
 from models.engines.intake import Intake
@@ -102,10 +102,10 @@ def one_completion(
 ) -> Completion:
     """One response to make, as an engine has it."""
     prompt = np.array(ids, dtype=np.int32)
-    sampling = SamplingRule(**{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **rule})  # type: ignore[arg-type]
+    sampling = msgspec.convert(rule, SamplingParams)
     return Completion(
         rid="r", group=0, sample=0, prompt=prompt, prompt_key=prompt.tobytes(), rule=sampling, seed=seed,
-        max_new=max_new, min_new=0, stop_ids=(), stop_strings=(), skip_special=True, trim_stop=True, stream=False,
+        max_new=max_new, stop_ids=(), stop_strings=(), stream=False,
         extra_key="", score_from=score_from,
     )  # fmt: skip
 

@@ -251,7 +251,7 @@ STREAMS = [*itertools.product(("embedded", "simulated"), (False, True)), *on_sgl
 async def streaming(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     """An engine that streams every 8 tokens, all so far or what is new."""
     kind, incremental = (request.param, False) if isinstance(request.param, str) else request.param
-    async with opened(kind, request, stream_interval=8, incremental_streaming=incremental) as made:
+    async with opened(kind, request, stream_interval=8, incremental_streaming_output=incremental) as made:
         yield made
 
 

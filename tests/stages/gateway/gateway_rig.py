@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from models.engines.core import Completion, SamplingRule
-from models.engines.protocol import FinishReason
+from models.engines.core import Completion
+from models.engines.protocol import FinishReason, SamplingParams
 from models.engines.simulated.responses import Writer
 from models.tiny import build_tokenizer
 from stages.agents.environment import Endpoint
@@ -103,11 +103,12 @@ class ScriptedWriter(Writer):
     def __init__(self, script: Script) -> None:
         self.script = script
         self.answered: list[tuple[list[int], list[int]]] = []
-        self.planned: list[tuple[list[int], SamplingRule, int, tuple[str, ...]]] = []
+        self.planned: list[tuple[list[int], SamplingParams, int, tuple[str, ...]]] = []
 
     def plan(self, completion: Completion) -> tuple[int, bool]:
         prompt = completion.prompt.tolist()
-        self.planned.append((prompt, completion.rule, completion.max_new, tuple(completion.stop_strings)))
+        rule = msgspec.structs.replace(completion.rule, sampling_seed=None)  # each request draws its own
+        self.planned.append((prompt, rule, completion.max_new, tuple(completion.stop_strings)))
         text = self.script(text_of(prompt))
         stops = [text.find(stop) + len(stop) for stop in completion.stop_strings if stop in text]
         ids = [*text.encode(), END] if not stops else [*text[: min(stops)].encode()]
