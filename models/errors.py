@@ -33,7 +33,7 @@ EngineError
 ├── EngineTimeout           no answer in time: the engine may still be at work on the request
 ├── EngineRefused           4xx with the server's words: sending the request again cannot help
 │   ├── EngineUnauthorized      401 or 403: the token is missing or wrong
-│   └── RequestNotSent          refused by our own client, with the words of `RequestLimits`; a ValueError too
+│   └── RequestNotSent          refused by our own client, with the words of `check_request`; a ValueError too
 ├── EngineProtocolError     the answer breaks the protocol
 └── EngineServerError       raised inside a server process
     ├── EngineStartError        checkpoint, device or port cannot be used

@@ -5,8 +5,8 @@ Invariant: no part of a refused answer is used. Every refusal names the value an
 
 from __future__ import annotations
 
-import itertools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -90,8 +90,7 @@ class AnswerLimits(Struct, frozen=True):
         check_log_probs(name, entries)
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+        if (bad := unknown_id(ids, self.vocab_size)) is not None:
             raise ValueError(f"{name} holds token {bad}, outside the vocabulary of {self.vocab_size}")
 
 
@@ -154,61 +153,56 @@ def later_boundaries(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
 # request elsewhere cannot help.
 
 
-# Field, lowest value, highest value, and the rule in words. Infinity and NaN fit nowhere.
+# Field, lowest value, highest value, and the rule in words. NaN fits nowhere.
 _RANGES: Final = (
-    ("temperature", 0.0, math.inf, "0 or more"),
-    ("top_p", math.nextafter(0.0, 1.0), 1.0, "in (0, 1]"),
-    ("min_p", 0.0, 1.0, "in [0, 1]"),
-    ("frequency_penalty", -2.0, 2.0, "in [-2, 2]"),
-    ("presence_penalty", -2.0, 2.0, "in [-2, 2]"),
-    ("repetition_penalty", 0.0, 2.0, "in [0, 2]"),
+    ("temperature", 0.0, sys.float_info.max, "a finite number 0 or more"),
+    ("top_p", math.nextafter(0.0, 1.0), 1.0, "a finite number in (0, 1]"),
+    ("min_p", 0.0, 1.0, "a finite number in [0, 1]"),
+    ("frequency_penalty", -2.0, 2.0, "a finite number in [-2, 2]"),
+    ("presence_penalty", -2.0, 2.0, "a finite number in [-2, 2]"),
+    ("repetition_penalty", 0.0, 2.0, "a finite number in [0, 2]"),
+    ("n", 1, math.inf, "at least 1"),
+    ("stream_interval", 1, math.inf, "at least 1"),
+    ("max_new_tokens", 0, math.inf, "0 or more"),
+    ("min_new_tokens", 0, math.inf, "0 or more"),
 )
 
 
-class RequestLimits(Struct):
-    """Limits of one served model, in tokens; None where they are not known.
-
-    SGLang 0.5.23 ends with all its requests when a prompt holds an id outside the vocabulary.
-    """
-
-    vocab_size: int | None = None
-    context_length: int | None = None
-
-    def check(self, request: GenerateRequest) -> None:
-        """Raises ValueError for a request that must not be sent."""
-        params = request.sampling_params
-        rules = params if isinstance(params, list) else [params]
-        for rule in rules:
-            _check_numbers(rule)
-        if isinstance(params, list) and request.input_ids is not None and len(params) != len(request.prompts):
-            raise ValueError(
-                f"sampling_params has {len(params)} entries for {len(request.prompts)} prompts; send one each"
-            )
-        for prompt, rule in zip(request.prompts, itertools.cycle(rules), strict=False):
-            self._check_ids(prompt)
-            limit, count, new = self.context_length, len(prompt), rule.max_new_tokens
-            if limit is not None and (count >= limit or count + (new or 0) > limit):
-                raise ValueError(
-                    f"input_ids has {count} tokens and max_new_tokens={new}, and the model's context length is "
-                    f"{limit}, of which the prompt must leave at least one; shorten one of them"
-                )
-
-    def _check_ids(self, prompt: list[int]) -> None:
+def check_request(request: GenerateRequest, vocab_size: int | None = None) -> None:
+    """Raises ValueError for a request that must not be sent. `vocab_size`: of the served model, where it is known:
+    SGLang 0.5.23 ends with all its requests when a prompt holds an id outside the vocabulary."""
+    params = request.sampling_params
+    for rule in params if isinstance(params, list) else [params]:
+        check_params(rule)
+    if isinstance(params, list) and request.input_ids is not None and len(params) != len(request.prompts):
+        raise ValueError(f"sampling_params has {len(params)} entries for {len(request.prompts)} prompts; send one each")
+    size = vocab_size or INT32
+    for prompt in request.prompts:
         if not prompt:
             raise ValueError("input_ids holds an empty prompt; a prompt needs at least one token")
-        size = self.vocab_size or INT32
-        if not 0 <= min(prompt) <= max(prompt) < size:
-            bad = next(token for token in prompt if not 0 <= token < size)
+        if (bad := unknown_id(prompt, size)) is not None:
             raise ValueError(
                 f"input_ids contains {bad}, outside the vocabulary of {size} tokens; "
                 "tokenize with the tokenizer of the served model"
             )
 
 
-def _check_numbers(params: SamplingParams) -> None:
+def check_params(params: SamplingParams) -> None:
+    """Raises ValueError for numbers that no engine samples with."""
     for name, lowest, highest, rule in _RANGES:
         value = getattr(params, name)
-        if not (math.isfinite(value) and lowest <= value <= highest):
-            raise ValueError(f"{name}={value} must be a finite number {rule}")
-    if params.n < 1:
-        raise ValueError(f"n={params.n} must be at least 1")
+        if value is not None and not lowest <= value <= highest:
+            raise ValueError(f"{name}={value} must be {rule}")
+    if params.top_k != -1 and params.top_k < 1:
+        raise ValueError(f"top_k={params.top_k} must be -1 (all) or at least 1")
+    if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens={params.min_new_tokens} must not exceed max_new_tokens={params.max_new_tokens}"
+        )
+
+
+def unknown_id(ids: Sequence[int], vocab_size: int) -> int | None:
+    """The first of some token ids that is outside the vocabulary."""
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+        return None
+    return next(token for token in ids if not 0 <= token < vocab_size)

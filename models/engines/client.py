@@ -2,7 +2,7 @@
 
 Invariants:
 - the client never repeats a call: a repeated rollout would be sampled twice. The owner of the lease decides;
-- the client refuses what would end a real SGLang server (see `RequestLimits`) before it sends it;
+- the client refuses what would end a real SGLang server (see `check_request`) before it sends it;
 - control calls (pause, update, abort) must go to the engine itself: routers do not forward them;
 - `UpdateClient` never calls `/update_weight_version`, which aborts every request;
 - no torch, and nothing of the servers, is imported.
@@ -20,7 +20,7 @@ import xxhash
 from msgspec import Struct
 
 from models.engines import protocol
-from models.engines.answers import AnswerLimits, RequestLimits, input_scores, with_spans
+from models.engines.answers import AnswerLimits, check_request, input_scores, with_spans
 from models.engines.core import ALL_TAGS, MemoryRequest, MemoryTag
 from models.engines.http_client import HttpClient, T
 from models.engines.streamed import PartialOutputs, StreamBroken
@@ -42,9 +42,10 @@ class EngineClient(HttpClient):
     """Talks to one engine at `base_url`.
 
     `timeout_s` bounds a whole `generate` call, pauses included; `control_timeout_s` every other call.
-    `vocab_size` and `context_length` (tokens), where known, refuse what the engine cannot serve before it is sent: a
-    real SGLang scheduler dies of a token id that it does not have.
-    `early_boundary` moves the versions' boundaries in every response one token on; see `has_early_boundaries`.
+    With `vocab_size`, where it is known, what the engine cannot serve is refused before it is sent: a real SGLang
+    scheduler dies of a token id that it does not have.
+    `early_boundary`, set later, moves the versions' boundaries in every response one token on; see
+    `has_early_boundaries`.
     """
 
     def __init__(
@@ -55,13 +56,10 @@ class EngineClient(HttpClient):
         control_timeout_s: float = 120.0,
         connect_timeout_s: float = 10.0,
         vocab_size: int | None = None,
-        context_length: int | None = None,
-        early_boundary: bool = False,
         token: Token | None = None,
     ) -> None:
         super().__init__(base_url, connect_timeout_s=connect_timeout_s, token=token)
-        self.limits = RequestLimits(vocab_size, context_length)
-        self.early_boundary = early_boundary
+        self.vocab_size, self.early_boundary = vocab_size, False
         self._timeout_s, self._control_timeout_s = timeout_s, control_timeout_s
 
     async def generate(
@@ -75,15 +73,15 @@ class EngineClient(HttpClient):
         spans are filled in.
 
         With `partial` the answer is streamed, and whatever error this call ends with, `partial.certain()` has what can
-        be used of it. `headers` are for a router. Raises `RequestNotSent` for what `limits` refuses.
+        be used of it. `headers` are for a router. Raises `RequestNotSent` for what `check_request` refuses.
         """
         if request.stream:
             raise ValueError("stream=True is not for a request to generate(); leave it False and pass partial")
         try:
-            self.limits.check(request)
+            check_request(request, self.vocab_size)
         except ValueError as error:
             raise RequestNotSent(self.base_url, str(error)) from error
-        limits = AnswerLimits.of(request, self.limits.vocab_size)
+        limits = AnswerLimits.of(request, self.vocab_size)
         if partial is not None:
             return await self._streamed(request, partial, headers, limits)
         body = await self.call("POST", "/generate", request, self._timeout_s, headers, limits.answer_bytes)
@@ -117,12 +115,7 @@ class EngineClient(HttpClient):
             raise EngineUnreachable(self.base_url, str(error)) from error
 
     async def score(
-        self,
-        token_ids: Sequence[int] | npt.NDArray[np.int32],
-        start: int,
-        *,
-        temperature: float = 1.0,
-        rid: str | None = None,
+        self, token_ids: Sequence[int] | npt.NDArray[np.int32], start: int, *, temperature: float = 1.0
     ) -> npt.NDArray[np.float32]:
         """[n - start] log-probs of `token_ids[start:]`, each given all tokens before it; nothing is generated.
 
@@ -131,7 +124,7 @@ class EngineClient(HttpClient):
         client ended the request, and the errors of `generate`.
         """
         ids: list[int | list[int]] = np.asarray(token_ids, dtype=np.int64).tolist()
-        return (await self._score(ids, len(ids), start, rid=rid, temperature=temperature)).reshape(-1)
+        return (await self._score(ids, len(ids), start, temperature=temperature)).reshape(-1)
 
     async def score_all(
         self, token_ids: npt.NDArray[np.int32], start: int, *, extra_key: str

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from models.engines.answers import check_params, unknown_id
 from models.engines.core import Completion, EngineFacts
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest, SamplingParams
@@ -168,28 +169,14 @@ class Intake:
         for name in _NOT_SERVED if _unserved(params) != _UNSET[0] else ():
             if getattr(params, name) != getattr(_DEFAULTS, name):
                 raise RequestRefused(f"{name} is not served by the {self._facts.engine} engine; leave it unset")
-        checks = (
-            (params.temperature >= 0.0, "temperature", params.temperature, "must be 0 or more"),
-            (0.0 < params.top_p <= 1.0, "top_p", params.top_p, "must be in (0, 1]"),
-            (0.0 <= params.min_p <= 1.0, "min_p", params.min_p, "must be in [0, 1]"),
-            (params.top_k == -1 or params.top_k >= 1, "top_k", params.top_k, "must be -1 (all) or at least 1"),
-            (params.n >= 1, "n", params.n, "must be at least 1"),
-            (params.stream_interval is None or params.stream_interval >= 1, "stream_interval", params.stream_interval,
-             "must be at least 1"),
-            (params.max_new_tokens is None or params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens,
-             "must be 0 or more"),
-            (params.min_new_tokens >= 0, "min_new_tokens", params.min_new_tokens, "must be 0 or more"),
-            (params.max_new_tokens is None or params.min_new_tokens <= params.max_new_tokens, "min_new_tokens",
-             params.min_new_tokens, f"must not exceed max_new_tokens={params.max_new_tokens}"),
-        )  # fmt: skip
-        for passed, name, value, rule in checks:
-            if not passed:
-                raise RequestRefused(f"{name}={value} {rule}")
+        try:
+            check_params(params)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
 
     def _check_ids(self, prompt: list[int]) -> None:
         size = self._facts.vocab_size
-        if min(prompt) < 0 or max(prompt) >= size:
-            bad = next(token for token in prompt if not 0 <= token < size)
+        if (bad := unknown_id(prompt, size)) is not None:
             raise RequestRefused(
                 f"The input_ids contain {bad}, outside the vocabulary of {size} tokens (ids 0 to {size - 1})."
             )

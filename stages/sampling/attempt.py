@@ -118,7 +118,7 @@ class Attempt:
             workers: clients of the engines that may hold the request.
         """
         self._started, self._route = time.perf_counter(), route
-        self._limits = AnswerLimits.of(wire, route.client.limits.vocab_size)
+        self._limits = AnswerLimits.of(wire, route.client.vocab_size)
         partial: PartialOutputs | None = None
         if streamed:
             grown = None if self.call.tell is None else self._grow

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import errors
-from models.engines.answers import RequestLimits, later_boundaries
+from models.engines.answers import check_request, later_boundaries
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams, VersionSpan
 from models.engines.serve import EngineServer
@@ -112,14 +112,14 @@ async def test_a_reader_while_the_client_is_closed_has_lost_the_engine() -> None
 
 
 async def test_what_no_engine_could_serve_is_not_sent() -> None:
-    async with EngineClient(NOWHERE, context_length=10) as client:
+    async with EngineClient(NOWHERE, vocab_size=10) as client:
         with pytest.raises(ValueError, match="stream=True is not for a request to generate"):
             await client.generate(GenerateRequest(input_ids=[1], stream=True))
         for start in (0, 4):
             with pytest.raises(ValueError, match="the first token has no log-prob"):
                 await client.score([1, 2, 3], start)
-        with pytest.raises(errors.RequestNotSent, match=f"not sent to engine {NOWHERE}: .*max_new_tokens=8"):
-            await client.generate(request(max_new_tokens=8))
+        with pytest.raises(errors.RequestNotSent, match=f"not sent to engine {NOWHERE}: .*input_ids contains 10"):
+            await client.generate(request([10]))
 
 
 def scored(entries: object, **finish: object) -> bytes:
@@ -168,23 +168,24 @@ SECOND_IS_WRONG = [SamplingParams(), SamplingParams(temperature=math.nan)]
         (request([1, -1]), "input_ids contains -1"),
         (request([1, 2**31]), f"input_ids contains {2**31}"),
         (request([[1], []]), "empty prompt"),
-        (request(range(4), max_new_tokens=197), "4 tokens and max_new_tokens=197.* is 200"),
-        (request(range(200), max_new_tokens=0), "200 tokens and max_new_tokens=0.* is 200"),
-        (request(range(200), max_new_tokens=None), "200 tokens and max_new_tokens=None.* is 200"),
+        (request(top_k=0), r"top_k=0 must be -1 \(all\) or at least 1"),
+        (request(max_new_tokens=-1), "max_new_tokens=-1 must be 0 or more"),
+        (request(min_new_tokens=-1), "min_new_tokens=-1 must be 0 or more"),
+        (request(min_new_tokens=9, max_new_tokens=8), "min_new_tokens=9 must not exceed max_new_tokens=8"),
+        (request(stream_interval=0), "stream_interval=0 must be at least 1"),
     ],
 )
 def test_what_must_not_be_sent_is_refused(asked: GenerateRequest, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        RequestLimits(context_length=200).check(asked)
+        check_request(asked)
 
 
 def test_what_may_be_sent_passes() -> None:
     """Without a known vocabulary ids are still numbers of the wire."""
-    limits = RequestLimits(context_length=200)
-    limits.check(request([0, 2**31 - 1]))
-    limits.check(request(range(4), max_new_tokens=196))
-    limits.check(request(range(199), max_new_tokens=None))
-    limits.check(GenerateRequest(text="of unknown length"))
+    check_request(request([0, 2**31 - 1]))
+    check_request(request([0, 1], max_new_tokens=0))
+    check_request(request([0, 1], max_new_tokens=None, min_new_tokens=9))
+    check_request(GenerateRequest(text="of unknown length"))
 
 
 def test_how_many_answers_a_request_asks_for() -> None:

@@ -397,12 +397,12 @@ async def test_an_aborted_scoring_says_so(target: Target) -> None:
     if not target.can.aborts_while_paused:
         pytest.skip("an abort does not find what waits for the end of a pause")
     await target.client.pause("in_place")
-    waiting = asyncio.ensure_future(target.client.score(IDS, 1, rid="score-to-end"))
+    waiting = asyncio.ensure_future(target.client.score(IDS, 1))
 
     async def waits() -> bool:
         return (await target.client.loads())[0].num_waiting_reqs > 0
 
     await until(waits)
-    await target.client.abort("score-to-end")
+    await target.client.abort()
     with pytest.raises(EngineAborted, match="aborted the request"):
         await waiting
