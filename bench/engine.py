@@ -29,7 +29,7 @@ from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.intake import Intake
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.text import TextCodec
-from models.tiny import TokenizerKind, make_tiny_checkpoint
+from models.tiny import TinyRecipe, TokenizerKind, make_tiny_checkpoint
 
 BASELINE, ENGINE = "transformers.generate", "embedded engine"
 # Tokenizer of the checkpoint: "arithmetic" is the quickstart's model, with 32 ids; "bytes" has 264.
@@ -120,7 +120,8 @@ def main() -> None:
     series: list[Series] = []
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         paths = {
-            name: make_tiny_checkpoint(Path(home, name), tokenizer=tokenizer) for name, tokenizer in MODELS.items()
+            name: make_tiny_checkpoint(Path(home, name), TinyRecipe(tokenizer=tokenizer))
+            for name, tokenizer in MODELS.items()
         }
         settings = itertools.product(paths.items(), LENGTHS.items(), TEMPERATURES.items(), SHAPES)
         for (name, path), (answers, lengths), (drawn, temperature), (prompts, samples) in settings:

@@ -53,19 +53,25 @@ class TinyCheckpointError(ValueError):
 
 
 class TinyRecipe(Struct, frozen=True, kw_only=True):
-    """The arguments a tiny checkpoint was made with; stored in the directory as `tiny.json`."""
+    """What a tiny checkpoint is made of; stored in the directory as `tiny.json`.
 
-    architecture: Architecture
-    tokenizer: TokenizerKind
-    seed: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    initializer_range: float
+    `tokenizer="bytes"`: id = byte value, then pad 256, bos 257, eos 258 and reserved ids up to 264, with a chat
+    template. `tokenizer="arithmetic"`: one id per character of `ARITHMETIC_CHARACTERS` from 1 on, pad 0, the newline
+    is EOS, 32 ids in all; with the default shape the model has 335,664 parameters. `initializer_range`: standard
+    deviation of matrices and embeddings; norms begin at one, biases at zero.
+    """
+
+    architecture: Architecture = "qwen3"
+    tokenizer: TokenizerKind = "bytes"
+    seed: int = 0
+    hidden_size: int = 96
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 288
+    max_position_embeddings: int = 1024
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
     format_version: int = 2
 
     def check(self) -> None:
@@ -85,45 +91,12 @@ class TinyRecipe(Struct, frozen=True, kw_only=True):
         return self.hidden_size // self.num_heads
 
 
-def make_tiny_checkpoint(
-    directory: Path,
-    *,
-    architecture: Architecture = "qwen3",
-    tokenizer: TokenizerKind = "bytes",
-    seed: int = 0,
-    hidden_size: int = 96,
-    num_layers: int = 3,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    intermediate_size: int = 288,
-    max_position_embeddings: int = 1024,
-    tie_word_embeddings: bool = True,
-    initializer_range: float = 0.02,
-) -> Path:
+def make_tiny_checkpoint(directory: Path, recipe: TinyRecipe = TinyRecipe()) -> Path:  # noqa: B008 - it is frozen
     """Make (or reuse) a small randomly initialised fp32 checkpoint and return its directory.
-
-    `tokenizer="bytes"`: id = byte value, then pad 256, bos 257, eos 258 and reserved ids up to 264, with a chat
-    template. `tokenizer="arithmetic"`: one id per character of `ARITHMETIC_CHARACTERS` from 1 on, pad 0, the newline
-    is EOS, 32 ids in all; with the default shape the model has 335,664 parameters. `initializer_range`: standard
-    deviation of matrices and embeddings; norms begin at one, biases at zero.
 
     Raises `TinyCheckpointError` if the shape is impossible or if `directory` holds something else.
     """
-    recipe = TinyRecipe(
-        architecture=architecture,
-        tokenizer=tokenizer,
-        seed=seed,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        intermediate_size=intermediate_size,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie_word_embeddings,
-        initializer_range=initializer_range,
-    )
     recipe.check()
-    directory = Path(directory)
     if directory.is_dir() and not any(directory.iterdir()):
         directory.rmdir()  # an empty directory, e.g. one made by the caller, is no checkpoint and no conflict
     if directory.exists():

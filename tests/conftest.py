@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, settings
 
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ def sglang_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     needs_sglang()
     names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     root = tmp_path_factory.mktemp("sglang")
-    model, other = (make_tiny_checkpoint(root / str(seed), seed=seed) for seed in (0, 1))
+    model, other = (make_tiny_checkpoint(root / str(seed), TinyRecipe(seed=seed)) for seed in (0, 1))
     pool = ServerPool(root, model, other, [kind for name, kind in FIXTURES.items() if name in names])
     yield pool
     pool.close()

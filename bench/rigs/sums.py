@@ -24,7 +24,7 @@ from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.noise import sample_seed
 from models.engines.protocol import SamplingParams
 from models.engines.text import TextCodec
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.build import build_backend
 from models.train.interface import TrainSequence
 
@@ -47,7 +47,7 @@ class Task:
         torch.set_num_threads(1)
         self.home = home
         self.model = home / "start"
-        make_tiny_checkpoint(home / "random", tokenizer="arithmetic", seed=seed)
+        make_tiny_checkpoint(home / "random", TinyRecipe(tokenizer="arithmetic", seed=seed))
         self.codec = TextCodec.load(home / "random")
         assert self.codec.eos_id is not None
         self.eos_id = self.codec.eos_id

@@ -105,11 +105,11 @@ def _data(config: Config, name: str, directory: Path) -> ArithmeticFiles:
 def _model(name: str, directory: Path, seed: int) -> str:
     if name not in BUILT_IN_MODELS:
         return str(locate(name))
-    from models.tiny import TinyCheckpointError, make_tiny_checkpoint  # transformers, only where a model is made
+    from models.tiny import TinyCheckpointError, TinyRecipe, make_tiny_checkpoint
 
     path, kind = directory / name, BUILT_IN_MODELS[name]
     try:
-        make_tiny_checkpoint(path, tokenizer=kind, seed=seed, initializer_range=_SPREAD[kind])
+        make_tiny_checkpoint(path, TinyRecipe(tokenizer=kind, seed=seed, initializer_range=_SPREAD[kind]))
     except TinyCheckpointError as error:  # of a run that another version began
         raise UsageError(f"--hf-checkpoint {name}: {error}, or start a new run") from error
     return str(path)

@@ -24,7 +24,7 @@ from configs.passthrough import RETIRED
 from configs.schema import Config, EnvironmentConfig, TrainConfig
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.translate import RULES
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.worker import Hosted, answers
 from stages.chat.messages import Message, ToolCall
@@ -161,7 +161,7 @@ def test_custom_stage_examples_run(tmp_path: Path) -> None:
     """The page's blocks in one namespace; its test, its loop stage and README's stage through memory ports."""
     scope = ran(ROOT / "docs" / "custom_stages.md", {"__name__": "custom_stages_page"})
     scope["test_length_penalty"]()
-    make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic", seed=0)
+    make_tiny_checkpoint(tmp_path / "tiny", TinyRecipe(tokenizer="arithmetic", seed=0))
     check = {**scope, "CONFIG": Config(train=TrainConfig(hf_checkpoint=str(tmp_path / "tiny")))}
     exec(LOOP_CHECK, check)
     ran(ROOT / "README.md", scope)

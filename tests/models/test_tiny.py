@@ -11,27 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.arithmetic import PAIRS, tool_row, write_arithmetic
-from models.tiny import ARITHMETIC_CHARACTERS, TinyCheckpointError, build_tokenizer, make_tiny_checkpoint
+from models.tiny import ARITHMETIC_CHARACTERS, TinyCheckpointError, TinyRecipe, build_tokenizer, make_tiny_checkpoint
 
 BYTES = build_tokenizer("bytes")
 ARITHMETIC = build_tokenizer("arithmetic")
 
 
 def test_a_complete_directory_is_reused_and_another_one_is_refused(tmp_path: Path) -> None:
-    directory = make_tiny_checkpoint(tmp_path / "m", num_layers=1)
+    directory = make_tiny_checkpoint(tmp_path / "m", TinyRecipe(num_layers=1))
     before = (directory / "model.safetensors").stat()
-    assert make_tiny_checkpoint(tmp_path / "m", num_layers=1) == directory
+    assert make_tiny_checkpoint(tmp_path / "m", TinyRecipe(num_layers=1)) == directory
     after = (directory / "model.safetensors").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     with pytest.raises(TinyCheckpointError, match=r"num_layers=1 \(wanted: 2\).*choose another path"):
-        make_tiny_checkpoint(tmp_path / "m", num_layers=2)
+        make_tiny_checkpoint(tmp_path / "m", TinyRecipe(num_layers=2))
     (directory / "tiny.json").write_text('{"architecture": "qwen3", "format_version": 1}')
     with pytest.raises(TinyCheckpointError, match=r"another version has made .*missing required field.*choose another"):
-        make_tiny_checkpoint(directory, num_layers=1)
+        make_tiny_checkpoint(directory, TinyRecipe(num_layers=1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(TinyCheckpointError, match="was not made here"):
-        make_tiny_checkpoint(tmp_path / "mine", num_layers=1)
+        make_tiny_checkpoint(tmp_path / "mine", TinyRecipe(num_layers=1))
     assert sorted(os.listdir(tmp_path)) == ["m", "mine"]
 
 
@@ -41,15 +41,15 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("safetensors.numpy.save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        make_tiny_checkpoint(tmp_path / "m", num_layers=1)
+        make_tiny_checkpoint(tmp_path / "m", TinyRecipe(num_layers=1))
     assert os.listdir(tmp_path) == []
 
 
 def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TinyCheckpointError, match="hidden_size=50 with num_heads=4"):
-        make_tiny_checkpoint(tmp_path / "m", hidden_size=50)
+        make_tiny_checkpoint(tmp_path / "m", TinyRecipe(hidden_size=50))
     with pytest.raises(TinyCheckpointError, match="num_kv_heads=3 does not divide"):
-        make_tiny_checkpoint(tmp_path / "m", num_kv_heads=3)
+        make_tiny_checkpoint(tmp_path / "m", TinyRecipe(num_kv_heads=3))
 
 
 @given(st.text())

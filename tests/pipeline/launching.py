@@ -50,10 +50,10 @@ SIMULATED = [
 
 @functools.cache
 def _made() -> tuple[tempfile.TemporaryDirectory[str], Path]:
-    from models.tiny import make_tiny_checkpoint
+    from models.tiny import TinyRecipe, make_tiny_checkpoint
 
     place = tempfile.TemporaryDirectory(prefix="sluice-tiny-")
-    return place, make_tiny_checkpoint(Path(place.name) / "tiny", tokenizer="arithmetic", seed=42)
+    return place, make_tiny_checkpoint(Path(place.name) / "tiny", TinyRecipe(tokenizer="arithmetic", seed=42))
 
 
 def made_model() -> list[str]:

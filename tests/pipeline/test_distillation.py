@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_kill import kill, wait_for_steps
 from test_preflight import refused
 
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.record.metrics import read_metrics
 from stages.messages import Sample
 from stages.train.saved_groups import read_file
@@ -28,7 +28,7 @@ SAVED = "{rollout_id}.msgpack"
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A directory to start from: a checkpoint of the same tokenizer, rows with teachers."""
-    make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", seed=5)
+    make_tiny_checkpoint(tmp_path / "other", TinyRecipe(tokenizer="arithmetic", seed=5))
     rows = [
         {"input": f"{i}+{i}=", "label": str(2 * i), "metadata": {"teacher": name} if name else {}}
         for i, name in enumerate(["same", "other", None] * 8, start=10)

@@ -24,7 +24,7 @@ from models.engines.protocol import ModelInfo
 from models.engines.serve import EngineServer
 from models.engines.token import Token, TokenFile
 from models.errors import EngineError, EngineRefused, EngineTimeout
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
 from pipeline.facts.stats import outage_text
@@ -304,7 +304,7 @@ async def test_a_teacher_with_the_same_tokenizer_passes_and_may_know_more_tokens
         added = content["added_tokens"]
         added.append({**added[0], "id": 264, "content": "<|more|>"})
 
-    await check(make(policy_model, f"a={make_tiny_checkpoint(tmp_path / 'other', seed=3)}"))
+    await check(make(policy_model, f"a={make_tiny_checkpoint(tmp_path / 'other', TinyRecipe(seed=3))}"))
     await check(make(policy_model, f"a={changed(policy_model, tmp_path / 'more', more)}"))
 
 
@@ -323,7 +323,7 @@ async def test_a_teacher_that_reads_a_token_otherwise_or_lacks_tokens_is_refused
     assert "choose a teacher with the same tokenizer" in str(error.value)
     await check(make(policy_model, f"a={other}", distill={"use_opd": False}))  # a judge may read as it likes
     await check(make(policy_model, f"a={other}", f"b={policy_model}", distill={"use_opd": True, "opd_teacher": ["b"]}))
-    lacks = make_tiny_checkpoint(tmp_path / "characters", tokenizer="arithmetic")
+    lacks = make_tiny_checkpoint(tmp_path / "characters", TinyRecipe(tokenizer="arithmetic"))
     with pytest.raises(UsageError, match="its tokenizer is not the policy's"):
         await check(make(policy_model, f"a={lacks}"))
 
@@ -338,7 +338,7 @@ def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
 
 async def test_a_running_engine_shows_how_it_splits_text(policy_model: Path, tmp_path: Path) -> None:
     settings = EngineConfig(engine="simulated", engine_slots=4, engine_device="cpu")
-    other = make_tiny_checkpoint(tmp_path / "characters", tokenizer="arithmetic")
+    other = make_tiny_checkpoint(tmp_path / "characters", TinyRecipe(tokenizer="arithmetic"))
     async with (
         EngineServer(settings, str(policy_model), max_context_len=None, seed=0) as same,
         EngineServer(settings, str(other), max_context_len=None, seed=0) as different,

@@ -16,7 +16,7 @@ from launching import finish, start
 from test_kill import kill, pids, wait_for_steps
 
 from models.checkpoint import final_path
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from stages.messages import Sample
 from stages.rollouts import rollouts
 from stages.train.saved_groups import load_batch
@@ -58,9 +58,8 @@ def conversations(tmp_path: Path) -> list[str]:
     """Flags of a run of small conversations that saves all weights and all batches."""
     torch.set_num_threads(1)
     model = make_tiny_checkpoint(
-        tmp_path / "model", tokenizer="arithmetic", hidden_size=32, num_layers=2, intermediate_size=64,
-        max_position_embeddings=256,
-    )  # fmt: skip
+        tmp_path / "model", TinyRecipe(tokenizer="arithmetic", hidden_size=32, num_layers=2, intermediate_size=64,
+        max_position_embeddings=256))  # fmt: skip
     users, rows = [{"role": "user", "content": text} for text in ASKED], tmp_path / "rows.jsonl"
     talks = itertools.cycle(Talk.tasks("train", 0))
     with rows.open("w") as file:

@@ -40,7 +40,7 @@ from configs.load import load, load_arguments, recipe_names, with_work
 from configs.rules.validate import checked
 from configs.schema import Config
 from models.engines.launch.environment import Installed
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.errors import Refused, UsageError, check_repeatable
 from pipeline.preflight.data import prepare, with_data
 from pipeline.preflight.refusals import (
@@ -432,7 +432,7 @@ def test_a_port_in_use_is_named(flag: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_without_weights_is_named(tmp_path: Path) -> None:
-    model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic")
+    model = make_tiny_checkpoint(tmp_path / "model", TinyRecipe(tokenizer="arithmetic"))
     (model / "model.safetensors").unlink()
     refused(here(tmp_path / "run", *SMALL, "--hf-checkpoint", str(model)), str(model))
 
@@ -510,7 +510,7 @@ def test_recipe(recipe: str, tmp_path: Path) -> None:
         pytest.skip(f"the recipe needs the package {NEEDS[recipe]}, which is not installed")
     flags = ["--config", recipe, *SHORT, *(["filter.dynamic_sampling_filter=[]"] if recipe in PACKS else [])]
     if recipe == "opd":
-        teacher = make_tiny_checkpoint(tmp_path / "teacher", tokenizer="arithmetic", seed=7)
+        teacher = make_tiny_checkpoint(tmp_path / "teacher", TinyRecipe(tokenizer="arithmetic", seed=7))
         flags += ["--frozen-engine", f"teacher={teacher}"]
     if recipe == "ppo":
         flags += ["--num-critic-only-steps", "1"]

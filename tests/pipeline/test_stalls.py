@@ -29,7 +29,7 @@ from launching import NO_DATA, SIMULATED, SIMULATED_TRAINER, SMALL, Finished, he
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.import_path import import_path
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.control.client import table
 from pipeline.control.monitor import Waits
 from pipeline.facts.run_log import loop_watched, named, run_log
@@ -421,7 +421,7 @@ def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_prompts_that_nearly_fill_the_model(tmp_path: Path) -> None:
     """The response gets what the context leaves, and a prompt that leaves nothing is skipped: no rollout fails."""
-    model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic", max_position_embeddings=32)
+    model = make_tiny_checkpoint(tmp_path / "model", TinyRecipe(tokenizer="arithmetic", max_position_embeddings=32))
     rows = [{"input": "1" * length, "label": "2"} for length in (31, 30, 8, 32)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = succeed_here(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from tests.stages.engine_rig import Log, record_exchanges
 from tests.stages.fleet_rig import Fleet, open_fleet
 from tests.stages.stage_rig import Desk, Rig, open_desk, open_rig, time_limit
@@ -19,7 +19,7 @@ from tests.stages.train_rig import Training, open_training
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose tokenizer knows digits and signs."""
     path = tmp_path_factory.mktemp("tiny") / "tiny"
-    return make_tiny_checkpoint(path, tokenizer="arithmetic", hidden_size=32, num_layers=1)
+    return make_tiny_checkpoint(path, TinyRecipe(tokenizer="arithmetic", hidden_size=32, num_layers=1))
 
 
 @pytest.fixture

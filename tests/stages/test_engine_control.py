@@ -17,7 +17,7 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer
 from models.errors import CheckpointUnavailable
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.weights.delta import differences, full_versions
 from stages.engines.stage import END
 from stages.ports import SameHost
@@ -202,7 +202,7 @@ def following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Following:
 
 
 async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make_tiny_checkpoint(tmp_path / "model", hidden_size=32, num_layers=1, intermediate_size=64)
+    source = make_tiny_checkpoint(tmp_path / "model", TinyRecipe(hidden_size=32, num_layers=1, intermediate_size=64))
     delta = UpdateConfig(update_weight_transport="delta")
     async with open_fleet(tmp_path, monkeypatch, source=source, update=delta) as one:
         loads, publisher = one.before_updates(), one.publisher(source)

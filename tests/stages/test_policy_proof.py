@@ -23,7 +23,7 @@ from models.engines.embedded.kv_cache import SlotTable
 from models.engines.embedded.transformer import LiveWeights
 from models.engines.protocol import ServerInfo
 from models.engines.serve import EngineServer
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.build import SimulatedBackend, build_member
 from models.train.huggingface.whole_models import TorchModels
 from models.train.trainer import Trainer
@@ -82,7 +82,9 @@ async def open_proven(
     route: str = "disk",
 ) -> AsyncIterator[Proven]:
     """`real`: the only engine, in place of embedded engines."""
-    source = make_tiny_checkpoint(tmp_path / "model", initializer_range=0.05) if real is None else real.model
+    source = (
+        make_tiny_checkpoint(tmp_path / "model", TinyRecipe(initializer_range=0.05)) if real is None else real.model
+    )
     update = {"update_weight_transport": route, "update_weight_buffer_size": 200_000}
     train = {"hf_checkpoint": str(source), "train_device": "cpu", "train_dtype": dtype}
     config = resolve(make_config(train=train, run={"mode": "sync"}, update=update))

@@ -20,7 +20,7 @@ from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated.responses import simulated_scores
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage
 from tests.stages.engine_rig import core_of, simulated
@@ -257,7 +257,7 @@ async def rolled_out(server: EngineServer, temperature: float, n: int = 4) -> tu
 async def test_a_teacher_that_is_the_policy_gives_a_reverse_kl_of_zero(
     policy: Path, tmp_path: Path, temperature: float
 ) -> None:
-    other = make_tiny_checkpoint(tmp_path / "other", seed=1)
+    other = make_tiny_checkpoint(tmp_path / "other", TinyRecipe(seed=1))
     async with teaching(policy, tmp_path, ("same", "other"), rollout_temperature=temperature) as world:
         server = await world.serve("same", policy, embedded())
         await world.serve("other", other, embedded())

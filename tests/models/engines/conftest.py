@@ -22,7 +22,7 @@ from models.engines.client import EngineClient
 from models.engines.launch.environment import Installed, probe
 from models.engines.protocol import EXPECTED_SGLANG
 from models.engines.serve import EngineServer
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Checkpoints, Target
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 from tests.other_programs import served_app
@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
     def make(**recipe: object) -> Path:
         name = "-".join(f"{key}_{value}" for key, value in sorted(recipe.items())) or "plain"
-        return make_tiny_checkpoint(root / name, **recipe)  # type: ignore[arg-type]
+        return make_tiny_checkpoint(root / name, TinyRecipe(**recipe))  # type: ignore[arg-type]
 
     return make
 

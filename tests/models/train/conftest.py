@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.trainer import Trainer
 from tests.models.train.rig import TINY, make_backend
 
@@ -21,7 +21,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", tokenizer="arithmetic", **TINY)
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("checkpoints") / "tiny", TinyRecipe(tokenizer="arithmetic", **TINY)
+    )
 
 
 @pytest.fixture

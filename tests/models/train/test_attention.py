@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from configs.schema.train import TrainConfig
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.huggingface import attention, scoring
 from models.train.huggingface.attention import (
     FLASH_ATTENTION,
@@ -43,7 +43,9 @@ MODEL: dict[str, Any] = {**TINY, "max_position_embeddings": LENGTH}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("attention") / "model", initializer_range=0.2, **MODEL)
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("attention") / "model", TinyRecipe(initializer_range=0.2, **MODEL)
+    )
 
 
 def scorer_of(checkpoint: Path, **passes: Any) -> Scorer:

@@ -24,7 +24,7 @@ from configs.resolve import derive
 from configs.rules.validate import findings
 from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.build import build_backend
 from models.train.huggingface import loading
 from models.train.interface import TrainSequence
@@ -97,13 +97,15 @@ def unique(options: Iterator[Options]) -> list[Options]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(
         tmp_path_factory.mktemp("combinations") / "tiny",
-        tokenizer="arithmetic",
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        intermediate_size=16,
-        max_position_embeddings=64,
+        TinyRecipe(
+            tokenizer="arithmetic",
+            hidden_size=16,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            intermediate_size=16,
+            max_position_embeddings=64,
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from configs.schema.train import TrainConfig
 from models.algorithms.tokens import StepStatistics, token_log_probs
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.loading import fuse_norms, load_model
 from models.train.huggingface.scoring import Passes, Scorer, output_layer
@@ -37,7 +37,7 @@ from tests.models.train.rig import TINY, behind, make_spec, sequence
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("architectures")
     names: tuple[Any, ...] = ("qwen3", "qwen2", "llama")
-    return {name: make_tiny_checkpoint(root / name, architecture=name, **TINY) for name in names}
+    return {name: make_tiny_checkpoint(root / name, TinyRecipe(architecture=name, **TINY)) for name in names}
 
 
 @pytest.mark.parametrize(("attention", "mask_tokens"), [("sdpa", 1000), ("sdpa", 0), ("eager", 0)])

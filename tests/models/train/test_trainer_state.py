@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from configs.schema.train import TrainConfig
 from models.errors import BackendMisuse, CheckpointUnavailable, TrainStateUnreadable
 from models.families.source import CheckpointTensors
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.device_memory import DeviceMemory
 from models.train.huggingface import hf_files
 from models.train.huggingface.checkpoint import Updater
@@ -117,7 +117,9 @@ def test_what_is_on_disk(backend, tiny: Path, tmp_path: Path) -> None:  # type: 
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_export_is_what_save_pretrained_writes(backend, tmp_path: Path, tie: bool) -> None:  # type: ignore[no-untyped-def]
-    directory = make_tiny_checkpoint(tmp_path / "model", hidden_size=32, num_layers=2, tie_word_embeddings=tie)
+    directory = make_tiny_checkpoint(
+        tmp_path / "model", TinyRecipe(hidden_size=32, num_layers=2, tie_word_embeddings=tie)
+    )
     made = backend(hf_checkpoint=str(directory))
     exported = list(made.export_weights())
     assert [name for name, _ in exported] == [name for name, _ in made.export_weights()]
@@ -190,7 +192,7 @@ def test_states_of_runs_with_other_options_are_refused_and_change_nothing(backen
     train(plain, range(1))
     plain.save(tmp_path / "plain")
     assert not (tmp_path / "plain/trainer/reference.safetensors").exists()
-    other = make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", hidden_size=48, num_layers=1)
+    other = make_tiny_checkpoint(tmp_path / "other", TinyRecipe(tokenizer="arithmetic", hidden_size=48, num_layers=1))
     for fields, words in (
         (PPO, "holds no critic, which this run needs"),
         (RENEWED, "holds no reference"),

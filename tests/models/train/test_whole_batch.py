@@ -234,9 +234,9 @@ def test_the_reference_becomes_the_policy_every_so_many_batches(backend, tmp_pat
 
 
 def test_a_reference_of_another_shape_cannot_be_renewed(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    from models.tiny import make_tiny_checkpoint
+    from models.tiny import TinyRecipe, make_tiny_checkpoint
 
-    other = make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", hidden_size=16, num_layers=1)
+    other = make_tiny_checkpoint(tmp_path / "other", TinyRecipe(tokenizer="arithmetic", hidden_size=16, num_layers=1))
     with pytest.raises(TrainConfigInvalid, match="cannot become"):
         backend(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1, ref_load=str(other))
     backend(use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(other))

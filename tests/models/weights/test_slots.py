@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import errors
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.weights import slot_directory
 from models.weights.layout import (
     ELEMENT_BYTES,
@@ -88,7 +88,7 @@ def test_slots_alternate_and_the_last_two_versions_are_readable(writer: SlotWrit
 
 
 def test_a_slot_is_a_hugging_face_directory_that_transformers_loads(tmp_path: Path) -> None:
-    source = make_tiny_checkpoint(tmp_path / "tiny", num_layers=1)
+    source = make_tiny_checkpoint(tmp_path / "tiny", TinyRecipe(num_layers=1))
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         for parameter in model.parameters():

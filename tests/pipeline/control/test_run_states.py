@@ -21,7 +21,7 @@ import pytest
 from launching import ROOT, SIMULATED, SMALL, environment, here, made_model
 
 import launch
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline import errors
 from pipeline.control.endpoint import CONTROL_FILE, ControlAddress
 from pipeline.facts.run_directory import RunDir
@@ -302,7 +302,7 @@ def test_export_and_convert_as_json(ask: Ask, ended: Path, tmp_path: Path) -> No
 
 
 def test_a_model_of_the_hub_is_said_to_be_left_out(ask: Ask, tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path / "teacher", tokenizer="arithmetic")
+    make_tiny_checkpoint(tmp_path / "teacher", TinyRecipe(tokenizer="arithmetic"))
     flags = [*SMALL, "--hf-checkpoint", "nobody/nothing", "--run-dir", tmp_path / "run", "--dry-run"]
     code, found = ask(*flags)
     assert code == 0

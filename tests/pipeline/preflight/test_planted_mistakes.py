@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import launch
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.facts.run_directory import RunDir
 
 GOOD = {
@@ -30,7 +30,7 @@ INDEX = '{"weight_map": {"model.embed_tokens.weight": "model-00001.safetensors"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("made") / "model", tokenizer="arithmetic", seed=1)
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("made") / "model", TinyRecipe(tokenizer="arithmetic", seed=1))
 
 
 @pytest.fixture

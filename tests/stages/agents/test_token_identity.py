@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from configs.schema.rollout import EngineConfig
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.chat.tokenizer import load_tokenizer
@@ -43,7 +43,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("talks")
     shape: dict[str, Any] = {"tokenizer": "arithmetic", **SHAPE}
-    return [with_template(make_tiny_checkpoint(root / str(seed), seed=seed, **shape)) for seed in range(VERSIONS)]
+    return [
+        with_template(make_tiny_checkpoint(root / str(seed), TinyRecipe(seed=seed, **shape)))
+        for seed in range(VERSIONS)
+    ]
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 import pytest
 
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from stages.gateway.requests import BYTES_PER_TOKEN, LEAST_BODY, Limits
 from tests.stages.gateway.gateway_process import engine, gateway, opened
 
@@ -49,7 +49,7 @@ async def honest(url: str, key: str, until: asyncio.Event) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("slow", "seconds"), [(100, 4), pytest.param(1500, 30, marks=pytest.mark.full)])
 async def test_other_sessions_are_answered_and_memory_is_bounded(slow: int, seconds: int, tmp_path: Path) -> None:
-    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", num_layers=1)
+    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", TinyRecipe(num_layers=1))
     limit = LEAST_BODY + BYTES_PER_TOKEN * CONTEXT
     with engine(checkpoint, tmp_path, 0.01, 0.0) as engine_url:
         async with gateway(checkpoint, engine_url, CONTEXT) as (url, link):

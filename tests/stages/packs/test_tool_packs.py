@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from models.tiny import ARITHMETIC_CHARACTERS, make_tiny_checkpoint
+from models.tiny import ARITHMETIC_CHARACTERS, TinyRecipe, make_tiny_checkpoint
 from stages.agents.environment import InfrastructureError
 from stages.agents.packs.functions import Functions
 from stages.agents.packs.mcp import Mcp
@@ -30,7 +30,7 @@ TOOLS = "tests.stages.toolkit.sample_tools"
 
 
 async def test_functions_answer_in_a_conversation_until_there_is_no_call(tmp_path: Path) -> None:
-    tiny = make_tiny_checkpoint(tmp_path / "tiny", hidden_size=32, num_layers=1)
+    tiny = make_tiny_checkpoint(tmp_path / "tiny", TinyRecipe(hidden_size=32, num_layers=1))
     tools = ["calculator", f"{TOOLS}:echo", f"{TOOLS}:hang"]
     table = world("stages.agents.packs.functions:Functions", options={"tools": tools, "deadline_s": 1.0})
     async with playing(tiny, table) as play:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from configs.schema import Config
 from configs.schema.data import ToolsConfig
 from configs.schema.rollout import EngineConfig
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.stage import AgentsStage, PlainTools
 from stages.agents.tool_episode import AnswerCache, ToolEpisode
@@ -275,7 +275,7 @@ async def test_episodes_of_tools_share_answers_and_report_them() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tools") / "tiny"
-    return make_tiny_checkpoint(path, hidden_size=32, num_layers=1, intermediate_size=64)
+    return make_tiny_checkpoint(path, TinyRecipe(hidden_size=32, num_layers=1, intermediate_size=64))
 
 
 def stage_of(tiny: Path, *names: str, **tools: object) -> AgentsStage:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsdp_rig import CASES, EXPERTS, RESUMED, STEPS, TIED, UNTIED, expected_of, make_architecture, resume, run
 
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from tests.models.train.rig import TINY, differing, read, same, same_metrics, trainer_groups
 
 DEADLINE_S = 200
@@ -25,7 +25,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("fsdp")
     checkpoints = root / "checkpoints"
     for name in (TIED, UNTIED):
-        make_tiny_checkpoint(checkpoints / name, tokenizer="arithmetic", tie_word_embeddings=name == TIED, **TINY)
+        make_tiny_checkpoint(
+            checkpoints / name, TinyRecipe(tokenizer="arithmetic", tie_word_embeddings=name == TIED, **TINY)
+        )
     make_architecture("deepseek_v3", checkpoints / EXPERTS)
     for name in ("2", "4", "alone2", "alone4", "one", "states", "again"):
         (root / name).mkdir()
