@@ -60,19 +60,25 @@ class Held:
     seconds: float  # since the holder got it; 0 while it waits
 
 
-@dataclass(frozen=True, slots=True)
-class HubStats:
-    """Counters of one hub. `accepted == settled + dead_letters + queued + leased` at all times."""
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What a hub counts of its messages. `accepted == settled + dead_letters + queued + leased` at all times."""
+
+    leased: int = 0
+    accepted: int = 0  # messages taken into custody, duplicates excluded
+    delivered: int = 0  # deliveries, redeliveries included
+    redelivered: int = 0
+    duplicates: int = 0  # suppressed: resent, same key, or finished twice
+    dead_letters: int = 0
+    bytes_queued: int = 0  # bodies in custody, leased ones included
+    settled: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class HubStats(Counts):
+    """Counters of one hub at one moment."""
 
     queued: int
-    leased: int
-    accepted: int  # messages taken into custody, duplicates excluded
-    delivered: int  # deliveries, redeliveries included
-    redelivered: int
-    duplicates: int  # suppressed: resent, same key, or finished twice
-    dead_letters: int
-    bytes_queued: int  # bodies in custody, leased ones included
     producers: int
     consumers: int
-    settled: int = 0
-    malformed: int = 0  # frames that were no message of the protocol
+    malformed: int  # frames that were no message of the protocol

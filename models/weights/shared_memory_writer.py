@@ -23,11 +23,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
-from msgspec import Struct
 
 from models.errors import LayoutMismatch, SlotSpaceError, SourceError
+from models.families.registry import read_hf_config
 from models.families.source import copy_all_but_weights, files_by_name
 from models.weights.layout import (
     ELEMENT_BYTES,
@@ -49,10 +48,6 @@ if TYPE_CHECKING:
 SLOTS: Final = 2
 
 Exported = Iterator[tuple[str, "torch.Tensor | StoredTensor"]]  # names and tensors of one version
-
-
-class _ModelConfig(Struct):
-    tie_word_embeddings: bool = False
 
 
 class _Slot:
@@ -132,7 +127,9 @@ class SlotWriter:
 
     def __init__(self, directory: Path, source_checkpoint: Path, *, leased: bool = False) -> None:
         self.layout = lay_out(_slot_specs(source_checkpoint))
-        self._tied = _tied_names(source_checkpoint) - {item.spec.name for item in self.layout.tensors}
+        # Names that an export may yield although the checkpoint does not store them.
+        tied = {"lm_head.weight"} if read_hf_config(source_checkpoint).get("tie_word_embeddings") else set[str]()
+        self._tied = tied - {item.spec.name for item in self.layout.tensors}
         self._lease = None if leased else DirectoryLease(directory)
         self._next, self._slots = 0, list[_Slot]()
         try:
@@ -237,15 +234,6 @@ def _slot_specs(source: Path) -> list[TensorSpec]:
                 "checkpoint that is not quantised"
             )
     return specs
-
-
-def _tied_names(source: Path) -> set[str]:
-    """Names that an export may yield although the checkpoint does not store them."""
-    path = source / "config.json"
-    if not path.is_file():
-        raise SourceError(f"{source} has no config.json; give a Hugging Face checkpoint directory")
-    tied = msgspec.json.decode(path.read_bytes(), type=_ModelConfig).tie_word_embeddings
-    return {"lm_head.weight"} if tied else set()
 
 
 def _allocated(path: Path, nbytes: int) -> mmap.mmap:

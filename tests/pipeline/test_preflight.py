@@ -274,8 +274,8 @@ def test_what_is_installed(environment: FakeEnvironment) -> None:
     installed = prepare_sglang(make_config(engine=SGLANG))
     assert installed.python == str(environment.python)
     assert (installed.sglang, installed.torch, installed.router) == ("0.5.23", "2.13.0", "0.3.2")
-    assert installed.server_options
-    assert prepare_sglang(make_config(router={"router": "sglang"})).router_options
+    assert installed.options["server"]
+    assert prepare_sglang(make_config(router={"router": "sglang"})).options["router"]
 
 
 @pytest.mark.parametrize(

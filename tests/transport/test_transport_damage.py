@@ -86,8 +86,8 @@ def test_a_hub_goes_on() -> None:
     held = hub.custody
     assert taken > HEADERS / 20, "some are left to look at"
     assert held.accepted > 100
-    assert held.accepted == held.settled + held.dead + len(held.items)
-    assert held.held_bytes == sum(item.size for item in held.items.values())
+    assert held.accepted == held.settled + held.dead_letters + len(held.items)
+    assert held.bytes_queued == sum(item.size for item in held.items.values())
     assert delivers(hub, taken / 100)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transport.core.session import Capacity, KeyMemory, SendCredit, SeqWindow
-from transport.spec import DeadLetter, Held, StreamSpec
+from transport.spec import Counts, DeadLetter, Held, StreamSpec
 from transport.wire import PROTOCOL, Body, Hello, Work, encode
 
 SUSPECT_DEATHS = 2
@@ -112,7 +112,7 @@ class ConsumerPeer(Peer):
 
 
 @dataclass(slots=True)
-class Custody:
+class Custody(Counts):
     spec: StreamSpec
     epoch: int
     items: dict[int, Item] = field(default_factory=dict)
@@ -121,14 +121,6 @@ class Custody:
     suspects: deque[Item] = field(default_factory=deque)
     letters: list[tuple[DeadLetter, Body]] = field(default_factory=list)  # the letters without their bodies
     keys: KeyMemory = field(init=False)
-    held_bytes: int = 0
-    leased: int = 0
-    accepted: int = 0
-    delivered: int = 0
-    redelivered: int = 0
-    settled: int = 0
-    duplicates: int = 0
-    dead: int = 0
 
     def __post_init__(self) -> None:
         self.keys = KeyMemory(max(KEYS_REMEMBERED, 2 * self.spec.capacity_items))
@@ -141,7 +133,7 @@ class Custody:
         self.accepted += 1
         item = Item(self.accepted, key, size, checksum, body)
         self.items[item.id] = item
-        self.held_bytes += size
+        self.bytes_queued += size
         self.ready.append(item)
 
     def lease(self, item: Item, holder: ConsumerPeer) -> Work:
@@ -196,7 +188,7 @@ class Custody:
         body = item.body
         header = encode(self._header(item, 0, 0))
         self._remove(item)
-        self.dead += 1
+        self.dead_letters += 1
         self.keys.forget(item.key)
         self.letters.append((DeadLetter(self.spec.name, item.key, header, b"", reason), body))
 
@@ -238,7 +230,7 @@ class Custody:
     def _remove(self, item: Item) -> None:
         self.release(item)
         del self.items[item.id]
-        self.held_bytes -= item.size
+        self.bytes_queued -= item.size
         item.state = "gone"
         item.body = None  # queues may still refer to the item
 

@@ -13,13 +13,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import fields
 from typing import NamedTuple
 
 from transport import wire
 from transport.core.custody import ConsumerPeer, Custody, ProducerPeer, mismatch
 from transport.core.dispatch import Dispatch
 from transport.core.session import Capacity, SeqWindow
-from transport.spec import HubStats, StreamSpec
+from transport.spec import Counts, HubStats, StreamSpec
 
 MAX_PEERS = 4096
 REMEMBERED_PRODUCERS = 4096
@@ -179,19 +180,11 @@ class HubCore:
         return not any(peer.connected for peer in self._routes.values())
 
     def stats(self) -> HubStats:
-        custody = self.custody
         return HubStats(
-            queued=len(custody.items) - custody.leased,
-            leased=custody.leased,
-            accepted=custody.accepted,
-            delivered=custody.delivered,
-            redelivered=custody.redelivered,
-            duplicates=custody.duplicates,
-            dead_letters=custody.dead,
-            bytes_queued=custody.held_bytes,
+            **{counted.name: getattr(self.custody, counted.name) for counted in fields(Counts)},
+            queued=len(self.custody.items) - self.custody.leased,
             producers=len(self.producers),
             consumers=len(self.consumers),
-            settled=custody.settled,
             malformed=self.malformed,
         )
 
@@ -217,7 +210,7 @@ class HubCore:
             peer.to_accept.append(put.seq)
 
     def _limits(self, peer: ProducerPeer) -> tuple[int, int]:
-        return peer.limits(self.capacity, len(self.custody.items), self.custody.held_bytes)
+        return peer.limits(self.capacity, len(self.custody.items), self.custody.bytes_queued)
 
     def _grant(self, peer: ProducerPeer) -> None:
         """Acknowledge, and raise the limits: with each acknowledgement, on request, when half is used up."""

@@ -72,8 +72,7 @@ class TopicServerCore:
         self.shared_revision = 0  # of what clients see
         self.malformed = 0
         self.closing = False
-        self.clients: dict[bytes, str] = {}  # route to incarnation
-        self._names: dict[bytes, str] = {}  # route to replica
+        self.clients: dict[bytes, wire.Hello] = {}  # by route
         self._dismissed: set[str] = set()
         self._newest: OrderedDict[str, int] = OrderedDict()  # publications stored, by incarnation
         self._out: list[tuple[bytes, wire.FromTopic, wire.Body]] = []
@@ -98,20 +97,19 @@ class TopicServerCore:
         elif isinstance(message, wire.Fin):
             self.on_unreachable(route)
             self._out.append((route, wire.FinAck(), None))
-        elif route not in self.clients:
+        elif (client := self.clients.get(route)) is None:
             self._out.append((route, wire.Who(), None))
         elif isinstance(message, wire.TopicPut):
-            incarnation = self.clients[route]
-            if (refusal := self._forbidden(route, message.key)) is not None:
+            if (refusal := self._forbidden(client.replica, message.key)) is not None:
                 self.malformed += 1
                 self._out.append((route, wire.Refuse("refused", refusal), None))
                 return
             if body is None:
                 self.malformed += 1
                 return
-            if message.number > self._newest.get(incarnation, 0):
-                self._remember(incarnation, message.number)
-                if self._names.get(route) not in self._dismissed:
+            if message.number > self._newest.get(client.incarnation, 0):
+                self._remember(client.incarnation, message.number)
+                if client.replica not in self._dismissed:
                     self.publish(message.key, body)
             self._ack(route, message.number)
         elif (message.epoch, message.revision) != (self.epoch, self.shared_revision):
@@ -119,9 +117,8 @@ class TopicServerCore:
         else:
             self._ack(route, 0)
 
-    def _forbidden(self, route: bytes, key: str) -> str | None:
-        """Why this client may not write the key, or None."""
-        name = self._names.get(route, "")
+    def _forbidden(self, name: str, key: str) -> str | None:
+        """Why the replica of this name may not write the key, or None."""
         first, slash, _ = key.partition("/")
         stages = self.writers.get(first + slash, self.writers.get(first))
         if stages is None or stage_of(name) in stages:
@@ -131,7 +128,6 @@ class TopicServerCore:
 
     def on_unreachable(self, route: bytes) -> None:
         self.clients.pop(route, None)
-        self._names.pop(route, None)
 
     def flush(self) -> list[tuple[bytes, wire.FromTopic, wire.Body]]:
         out, self._out = self._out, []
@@ -147,7 +143,7 @@ class TopicServerCore:
             )
             self._out.append((route, wire.Refuse("refused", reason), None))
             return
-        self.clients[route], self._names[route] = hello.incarnation, hello.replica
+        self.clients[route] = hello
         self._snapshot(route)
 
     def _snapshot(self, route: bytes) -> None:

@@ -16,8 +16,9 @@ from typing import Any, Final
 import torch
 
 from configs.schema.model_shapes import ModelShape, read_shape, refused_keys
-from models.errors import EngineStartError, UnsupportedModel
+from models.errors import CheckpointUnavailable, EngineStartError, UnsupportedModel
 from models.families.config_json import read_rope
+from models.families.registry import read_hf_config
 
 ARCHITECTURES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 # Values of config.json that this engine computes although the trainers do not, and those without influence on it.
@@ -50,12 +51,10 @@ class ModelSpec:
     @classmethod
     def read(cls, directory: Path) -> ModelSpec:
         """Raises `EngineStartError` if the checkpoint cannot be served."""
-        path = directory / "config.json"
-        if not path.is_file():
-            raise EngineStartError(
-                f"model_path={directory} has no config.json; give a Hugging Face checkpoint directory"
-            )
-        config: dict[str, Any] = json.loads(path.read_text())
+        try:
+            config = read_hf_config(directory)
+        except CheckpointUnavailable as error:
+            raise EngineStartError(f"model_path={directory}: {error}") from error
         architecture = str((config.get("architectures") or ["(none)"])[0])
         if architecture not in ARCHITECTURES:
             raise EngineStartError(
@@ -71,7 +70,7 @@ class ModelSpec:
             shape = read_shape(config, ARCHITECTURES[architecture])
         except KeyError as error:
             raise EngineStartError(
-                f"{path} has no {error.args[0]}; give the config.json that was published with the model"
+                f"config.json of {directory} has no {error.args[0]}; give that which was published with the model"
             ) from error
         return cls(
             architecture=architecture,

@@ -64,7 +64,7 @@ class Arguments:
 
     def pass_on(self, args: Mapping[str, Any]) -> None:
         """Give the user's own options. What was given before under the same name is taken out."""
-        options = self.installed.options(self.part)
+        options = self.installed.options.get(self.part, ())
         for key in args:
             option = self.installed.option(self.part, dashed(key))
             for name in option.names if option is not None else ():
@@ -312,7 +312,7 @@ def _successor(given: Arguments, config: Config) -> None:
 
 def require_router(part: Part, installed: Installed) -> None:
     """Raise EnvironmentMissing, with the cure, if that router is not in the environment."""
-    if installed.options(part):
+    if installed.options.get(part):
         return
     if part == "smg":
         raise EnvironmentMissing(

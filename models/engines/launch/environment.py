@@ -48,7 +48,7 @@ class Option(Struct, frozen=True, kw_only=True):
 
 
 class Installed(Struct, frozen=True, kw_only=True):
-    """Contents of one environment. Versions are None for missing packages, options empty for parts not requested."""
+    """Contents of one environment. Versions are None for missing packages; parts not requested have no options."""
 
     python: str
     python_version: str
@@ -57,16 +57,11 @@ class Installed(Struct, frozen=True, kw_only=True):
     router: str | None = None  # sglang-router
     smg: str | None = None
     cuda: bool = False  # whether torch of that environment sees a GPU; False if the server part was not requested
-    server_options: tuple[Option, ...] = ()
-    router_options: tuple[Option, ...] = ()
-    smg_options: tuple[Option, ...] = ()
-
-    def options(self, part: Part) -> tuple[Option, ...]:
-        return {"server": self.server_options, "router": self.router_options, "smg": self.smg_options}[part]
+    options: dict[Part, tuple[Option, ...]] = {}
 
     def option(self, part: Part, name: str) -> Option | None:
         """The option of this name or alias (with dashes), or None."""
-        return next((option for option in self.options(part) if name in option.names), None)
+        return next((option for option in self.options.get(part, ()) if name in option.names), None)
 
 
 class _Versions(Struct):
@@ -112,9 +107,8 @@ def probe(python: Path, parts: Sequence[Part] = ("server", "router"), *, cache: 
     if "server" in parts and "sglang" not in found.packages:
         raise EnvironmentMissing(f"SGLang is not installed in the environment of {python}; {CURE}")
     wanted = [part for part in _PACKAGE if part in parts and _PACKAGE[part] in found.packages]
-    answers = _ask(python, wanted, {part: _place(cache, python, found, part) for part in wanted})
+    answers = _ask(python, {part: _place(cache, python, found, part) for part in wanted})
     versions = {name: version for name, (version, _) in found.packages.items()}
-    options = {part: answer.options.get(part, ()) for part, answer in answers.items()}
     return Installed(
         python=str(python),
         python_version=found.python,
@@ -123,16 +117,17 @@ def probe(python: Path, parts: Sequence[Part] = ("server", "router"), *, cache: 
         router=versions.get("sglang-router"),
         smg=versions.get("smg"),
         cuda="server" in answers and answers["server"].cuda,
-        server_options=options.get("server", ()),
-        router_options=options.get("router", ()),
-        smg_options=options.get("smg", ()),
+        options={part: answer.options[part] for part, answer in answers.items()},
     )
 
 
-def _ask(python: Path, wanted: Sequence[Part], places: Mapping[Part, Path]) -> dict[Part, _Options]:
-    """The answer for each part: from the cache, else from one process of that environment."""
-    answers = {part: answer for part in wanted if (answer := _kept(places[part])) is not None}
-    missing = [part for part in wanted if part not in answers]
+def _ask(python: Path, places: Mapping[Part, Path]) -> dict[Part, _Options]:
+    """The answer for each part: from its place in the cache, else from one process of that environment."""
+    answers: dict[Part, _Options] = {}
+    for part, place in places.items():
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # there is none that can be read
+            answers[part] = msgspec.json.decode(read_file(place), type=_Options)
+    missing = [part for part in places if part not in answers]
     if missing:
         described = msgspec.json.decode(_run(python, ["options", *missing], _OPTIONS_TIMEOUT_S), type=_Options)
         for part in missing:
@@ -180,20 +175,8 @@ def _place(cache: Path | None, python: Path, found: _Versions, part: Part) -> Pa
     packages = [found.packages.get(name) for name in dict.fromkeys((_PACKAGE[part], "torch"))]
     seen = (str(python), found.python, packages, part, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     digest = hashlib.sha256(msgspec.json.encode(seen) + _INSIDE.read_bytes()).hexdigest()
-    return (cache or _cache_directory()) / f"{part}-{digest[:24]}.json"
-
-
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sluice" / "sglang"
-
-
-def _kept(place: Path) -> _Options | None:
-    """A kept answer, or None if there is none that can be read."""
-    try:
-        return msgspec.json.decode(read_file(place), type=_Options)
-    except (OSError, msgspec.DecodeError):
-        return None
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (cache or base / "sluice" / "sglang") / f"{part}-{digest[:24]}.json"
 
 
 # --------------------------------------------------------------------------------------------------

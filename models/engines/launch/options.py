@@ -177,7 +177,7 @@ def _unknown(name: str, prefix: str, program: str, installed: Installed, part: P
         toml = "sglang.sglang_args" if part == "server" else "router.router_args"
         hint = f"write {toml}.{positive.replace('-', '_')}=false" if option.kind == "switch" else "leave it out"
         return f"{prefix}{name} is the negative of an option, which is not passed on as a flag; {hint}"
-    names = [known for option in installed.options(part) for known in option.names]
+    names = [known for option in installed.options.get(part, ()) for known in option.names]
     hint = cure(name, names, "see the help of that program", form=f"{prefix}{{}}")
     return f"{prefix}{name} is no option of {program}; {hint}"
 

@@ -67,7 +67,7 @@ def test_an_answer_is_kept_until_the_installation_changes(
     assert environment.imports == 2
     for file in (tmp_path / "home").rglob("*.json"):
         file.write_text("{")  # a broken answer is asked anew
-    assert probe(environment.python).server_options == first.server_options
+    assert probe(environment.python).options["server"] == first.options["server"]
     assert environment.imports == 3
     environment.install("sglang", "0.5.25", {"sglang/srt/server_args.py": "import nothing_of_the_kind"})
     assert remember([str(environment.python)]) == 1

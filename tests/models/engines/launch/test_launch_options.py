@@ -92,7 +92,7 @@ def test_each_refusal_of_the_router_in_its_words(cpu: Installed, args: dict[str,
 def test_a_repeated_option_is_written_once_for_each_value(cpu: Installed) -> None:
     args = {"prefill": ["http://a:1 9000", "http://b:1"]}
     assert router_faults(args, cpu) == []
-    assert rendered(args, cpu.router_options) == ["--prefill", "http://a:1", "9000", "--prefill", "http://b:1"]
+    assert rendered(args, cpu.options["router"]) == ["--prefill", "http://a:1", "9000", "--prefill", "http://b:1"]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_what_passes_the_check_arrives_as_it_was_meant(
     """Through a real parser: negative numbers, JSON, lists and switches included."""
     assert server_faults(args, cpu) == []
     model = ["--model-path", "m"]
-    parsed = vars(parser.parse_args([*model, *rendered(args, cpu.server_options)]))
+    parsed = vars(parser.parse_args([*model, *rendered(args, cpu.options["server"])]))
     assert parsed == vars(parser.parse_args(model)) | args
 
 
@@ -195,7 +195,8 @@ def test_options_follow_from_flags(
 
 
 def test_an_option_that_this_version_lacks_is_not_given(cpu: Installed) -> None:
-    old = replace(cpu, server_options=tuple(o for o in cpu.server_options if "cuda-graph-backend" not in o.names[0]))
+    kept = tuple(o for o in cpu.options["server"] if "cuda-graph-backend" not in o.names[0])
+    old = replace(cpu, options=cpu.options | {"server": kept})
     given = values(server(SGLANG, old))
     assert "disable-cuda-graph" in given
     assert "cuda-graph-backend-decode" not in given
@@ -284,7 +285,7 @@ def test_routers_that_cannot_be_started(cpu: Installed) -> None:
         with pytest.raises(LaunchRefused, match="there is none to start"):
             start(**settings)
     with pytest.raises(EnvironmentMissing, match="run `make sglang-env`, or add --router none"):
-        routed(SGLANG, replace(cpu, router=None, router_options=()))
+        routed(SGLANG, replace(cpu, router=None, options={"server": cpu.options["server"]}))
 
 
 # What we assume about the argument lists of the installed SGLang 0.5.23 and sglang-router 0.3.2.
@@ -323,8 +324,8 @@ def test_reserved_options_exist(installed: Installed) -> None:
     """Else nobody would be told why an option of another name is not his to pass on."""
     assert installed.sglang == EXPECTED_SGLANG == "0.5.23"
     assert installed.router == "0.3.2"
-    assert len(installed.server_options) > 500
-    assert len(installed.router_options) > 90
+    assert len(installed.options["server"]) > 500
+    assert len(installed.options["router"]) > 90
     for name in SERVER_RESERVED:
         assert installed.option("server", name) is not None, name
     for name in set(ROUTER_RESERVED) - NO_ROUTER_OF_THIS_VERSION:
