@@ -131,7 +131,7 @@ async def proof_s(one: Fleet, prove: Callable[[], PolicyProof], kind: Kind) -> f
     if kind == "sglang":
         async with EngineClient(entry.url) as client:
             tokens = np.array(proof.tokens, dtype=np.int32)
-            await client.score_all(tokens, FIRST_SCORED, extra_key=f"{one.version}")
+            await client.score(tokens, FIRST_SCORED, extra_key=f"{one.version}")
     return time.perf_counter() - started
 
 

@@ -4,14 +4,14 @@ Invariants:
 - the client never repeats a call: a repeated rollout would be sampled twice. The owner of the lease decides;
 - the client refuses what would end a real SGLang server (see `check_request`) before it sends it;
 - control calls (pause, update, abort) must go to the engine itself: routers do not forward them;
-- `UpdateClient` never calls `/update_weight_version`, which aborts every request;
+- tensor and group updates never call `/update_weight_version`, which aborts every request;
 - no torch, and nothing of the servers, is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -26,9 +26,12 @@ from models.engines.http_client import HttpClient, T
 from models.engines.streamed import PartialOutputs, StreamBroken
 from models.engines.token import Token
 from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
+from models.weights.layout import TORCH_NAMES, Bucket
 
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
+_ALREADY_OPEN: Final = "already"  # of the bracket; both SGLang and our engines use the word
+UPDATE_TIMEOUT_S: Final = 600.0
 
 
 class WeightsUpdated(Struct, frozen=True):
@@ -41,7 +44,8 @@ class WeightsUpdated(Struct, frozen=True):
 class EngineClient(HttpClient):
     """Talks to one engine at `base_url`.
 
-    `timeout_s` bounds a whole `generate` call, pauses included; `control_timeout_s` every other call.
+    `timeout_s` bounds a whole `generate` call, pauses included; `control_timeout_s` every other call, but those of
+    updates by tensors or group and of memory, which have UPDATE_TIMEOUT_S.
     With `vocab_size`, where it is known, what the engine cannot serve is refused before it is sent: a real SGLang
     scheduler dies of a token id that it does not have.
     `early_boundary`, set later, moves the versions' boundaries in every response one token on; see
@@ -115,45 +119,42 @@ class EngineClient(HttpClient):
             raise EngineUnreachable(self.base_url, str(error)) from error
 
     async def score(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int32], start: int, *, temperature: float = 1.0
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.int32],
+        start: int,
+        *,
+        temperature: float = 1.0,
+        extra_key: str | None = None,
     ) -> npt.NDArray[np.float32]:
-        """[n - start] log-probs of `token_ids[start:]`, each given all tokens before it; nothing is generated.
+        """[..., n - start] log-probs of `token_ids[..., start:]`, each given all tokens before it; nothing is
+        generated. One sequence [n], or several [S, n] in one request.
 
-        `start` is at least 1, because the first token has no context. Scores are of log_softmax(logits / temperature);
+        `start` is at least 1, because the first token has no context; the first `start` - 1 tokens may come from the
+        engine's prefix cache, if they are there under `extra_key`. Scores are of log_softmax(logits / temperature);
         SGLang always scores at temperature 1, the embedded engine at the given one. Raises `EngineAborted` if another
         client ended the request, and the errors of `generate`.
         """
-        ids: list[int | list[int]] = np.asarray(token_ids, dtype=np.int64).tolist()
-        return (await self._score(ids, len(ids), start, temperature=temperature)).reshape(-1)
-
-    async def score_all(
-        self, token_ids: npt.NDArray[np.int32], start: int, *, extra_key: str
-    ) -> npt.NDArray[np.float32]:
-        """[S, n - start], as `score` at temperature 1, of S sequences [S, n] by one request. The first `start` - 1
-        tokens may come from the engine's prefix cache, if they are there under `extra_key`."""
-        return await self._score(token_ids.tolist(), token_ids.shape[1], start, extra_key=extra_key)
-
-    async def _score(
-        self, input_ids: list[int | list[int]], length: int, start: int, *, temperature: float = 1.0, **options: Any
-    ) -> npt.NDArray[np.float32]:
+        ids = np.asarray(token_ids, dtype=np.int64)
+        *rows, length = ids.shape
         if not 1 <= start <= length:
             raise ValueError(
                 f"start={start} of {length} tokens must be from 1 to their number: the first token has no log-prob"
             )
         if start == length:
-            return np.empty((1, 0), dtype=np.float32)
+            return np.empty((*rows, 0), dtype=np.float32)
         request = protocol.GenerateRequest(
-            input_ids=input_ids,
+            input_ids=ids.tolist(),
             sampling_params=protocol.SamplingParams(max_new_tokens=0),
             return_logprob=True,
             logprob_start_len=start - 1,
             input_logprob_temperature=temperature if temperature != 1.0 else None,
-            **options,
+            extra_key=extra_key,
         )
         outputs = await self.generate(request)
         if len(outputs) != max(1, len(request.prompts)):
             raise EngineProtocolError(self.base_url, f"{len(outputs)} answers to {len(request.prompts)} prompts")
-        return np.stack([input_scores(self.base_url, output, length - start) for output in outputs])
+        scores = np.stack([input_scores(self.base_url, output, length - start) for output in outputs])
+        return scores.reshape(*rows, length - start)
 
     async def tokenize(self, text: str) -> list[int]:
         """Token ids of a text as the server sees it; a beginning-of-text token may come first. /generate reports them,
@@ -243,33 +244,19 @@ class EngineClient(HttpClient):
             raise EngineRefused(self.base_url, 200, answer.message)
         return [rank.checksums for rank in answer.ranks]
 
-    async def _get(self, path: str, kind: type[T]) -> T:
-        return self.decode(path, await self.call("GET", path, None, self._control_timeout_s), kind)
+    # Weight updates beyond the disk route: the bracket, process groups, tensors, checksums, memory.
 
-
-# --------------------------------------------------------------------------------------------------
-# Weight updates beyond the disk route: the bracket, process groups, tensors, checksums, memory.
-
-_ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
-
-
-class UpdateClient:
-    """Weight-update calls over an engine's client. `timeout_s` bounds each call."""
-
-    def __init__(self, client: EngineClient, *, timeout_s: float = 600.0) -> None:
-        self.client, self.timeout_s = client, timeout_s
-
-    async def begin(self) -> None:
+    async def begin_update(self) -> None:
         """Open the bracket that tensor and group updates must be in. One that a broken update left open is closed."""
         try:
             await self._update("/begin_weight_update", {})
         except EngineRefused as error:
             if _ALREADY_OPEN not in error.reason:
                 raise
-            await self.end()
+            await self.end_update()
             await self._update("/begin_weight_update", {})
 
-    async def end(self) -> None:
+    async def end_update(self) -> None:
         """Close the bracket. Raises EngineRefused if none is open."""
         await self._update("/end_weight_update", {})
 
@@ -290,20 +277,14 @@ class UpdateClient:
         await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def update_from_distributed(
-        self,
-        group: str,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        *,
-        label: str | None,
-        flush_cache: bool,
+        self, group: str, bucket: Bucket, *, label: str | None, flush_cache: bool
     ) -> WeightsUpdated:
         """Receive one broadcast: the tensors' bytes end to end. Waits for it; unblocked by its end or its failure."""
+        specs = [item.spec for item in bucket.tensors]
         request = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
+            "names": [spec.name for spec in specs],
+            "dtypes": [TORCH_NAMES[spec.dtype] for spec in specs],
+            "shapes": [spec.shape for spec in specs],
             "group_name": group,
             "weight_version": label,
             "flush_cache": flush_cache,
@@ -327,17 +308,20 @@ class UpdateClient:
 
         Engines agree only if they are of one kind and split alike: SGLang fuses and splits tensors.
         """
-        text = msgspec.json.encode([dict(rank) for rank in await self.client.weights_checker()], order="sorted")
+        text = msgspec.json.encode([dict(rank) for rank in await self.weights_checker()], order="sorted")
         return xxhash.xxh3_128_hexdigest(text)
 
     async def release_memory(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Give device memory back. The engine must be paused and idle: SGLang's scheduler (0.5.23) ends itself
         otherwise, ours refuse. Without --enable-memory-saver SGLang does nothing."""
-        await self.client.call("POST", "/release_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
+        await self.call("POST", "/release_memory_occupation", MemoryRequest([*tags]), UPDATE_TIMEOUT_S)
 
     async def resume_memory(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Take the memory again. What was in it is undefined: update the weights before anything is generated."""
-        await self.client.call("POST", "/resume_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
+        await self.call("POST", "/resume_memory_occupation", MemoryRequest([*tags]), UPDATE_TIMEOUT_S)
 
     async def _update(self, path: str, payload: Mapping[str, object], flush_cache: bool = False) -> WeightsUpdated:
-        return await self.client.update(path, payload, self.timeout_s, flush_cache)
+        return await self.update(path, payload, UPDATE_TIMEOUT_S, flush_cache)
+
+    async def _get(self, path: str, kind: type[T]) -> T:
+        return self.decode(path, await self.call("GET", path, None, self._control_timeout_s), kind)

@@ -249,6 +249,9 @@ class Scheduler(Protocol):
 class EngineCore(Protocol):
     """An engine without its HTTP front. Every coroutine waits until the engine has done its work."""
 
+    facts: EngineFacts
+    scheduler: Scheduler
+
     def __init__(self, facts: EngineFacts, scheduler: Scheduler) -> None:
         self.facts, self.scheduler = facts, scheduler
 

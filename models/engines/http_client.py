@@ -266,25 +266,19 @@ def _set_fields(struct: GenerateRequest | SamplingParams) -> list[str]:
     return [name for name in struct.__struct_fields__ if getattr(struct, name) != getattr(plain, name)]
 
 
-class RouterWorker(Struct, frozen=True):
-    """An engine as the router lists it. `worker_type`: regular, or prefill and decode where these are apart."""
+class Role(Struct, frozen=True, omit_defaults=True):
+    """What an engine does for the router; these fields are part of the body that adds it."""
+
+    worker_type: str = REGULAR  # or prefill and decode, where these are apart
+    bootstrap_port: int | None = None  # of a prefill worker: where decode workers fetch the KV cache
+
+
+class RouterWorker(Role, frozen=True, kw_only=True):
+    """An engine as the router lists it."""
 
     id: str
     url: str
     is_healthy: bool = True
-    worker_type: str = REGULAR
-    bootstrap_port: int | None = None  # of a prefill worker: where decode workers fetch the KV cache
-
-    @property
-    def role(self) -> Role:
-        return Role(self.worker_type, self.bootstrap_port)
-
-
-class Role(Struct, frozen=True, omit_defaults=True):
-    """What an engine does for the router; these fields are part of the body that adds it."""
-
-    worker_type: str = REGULAR
-    bootstrap_port: int | None = None
 
 
 class _Workers(Struct, frozen=True):

@@ -25,7 +25,7 @@ import numpy as np
 
 from models.errors import CheckpointUnavailable, DeltaError, DigestMismatch, SourceError
 from models.weights.delta import Bytes, Label, apply_delta, differences, full_versions, read_header, text_of
-from models.weights.layout import TORCH_NAMES, WEIGHTS_FILE, TensorSpec, read_layout
+from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.slot_directory import choose_directory
 
@@ -184,4 +184,4 @@ def _as_torch(tensors: Iterator[tuple[TensorSpec, Bytes]]) -> Iterator[tuple[str
 
     for spec, data in tensors:
         own = data if data.flags.writeable else data.copy()  # torch warns of memory that it must not write
-        yield spec.name, tensor_view(own, TORCH_NAMES[spec.dtype], spec.shape)
+        yield spec.name, tensor_view(own, spec)

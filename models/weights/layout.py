@@ -176,19 +176,6 @@ class Bucket(Struct, frozen=True):
     def nbytes(self) -> int:
         return self.end - self.start
 
-    @property
-    def names(self) -> list[str]:
-        return [item.spec.name for item in self.tensors]
-
-    @property
-    def dtypes(self) -> list[str]:
-        """Element types as torch calls them."""
-        return [TORCH_NAMES[item.spec.dtype] for item in self.tensors]
-
-    @property
-    def shapes(self) -> list[list[int]]:
-        return [list(item.spec.shape) for item in self.tensors]
-
 
 def plan_buckets(layout: Layout, limit: int) -> list[Bucket]:
     """Cut a slot's layout into buckets of at most `limit` bytes."""

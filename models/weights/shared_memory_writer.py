@@ -76,7 +76,7 @@ class _Slot:
 
         from models.weights.transfer import tensor_view
 
-        target = tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start)
+        target = tensor_view(self._map, place.spec, place.start)
         if tensor.device.type == "cpu" and tensor.dtype == target.dtype and tensor.is_contiguous():
             # One thread of numpy copies twice as fast as one of torch.
             base = self.data_start

@@ -19,19 +19,19 @@ import torch.multiprocessing as torch_multiprocessing
 from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_tensor
 
 from models.errors import GroupError, RouteUnfit, first_line
-from models.weights.layout import Bucket
+from models.weights.layout import TORCH_NAMES, Bucket, TensorSpec
 
 # --------------------------------------------------------------------------------------------------
 # Tensors over bytes that lie in memory already.
 
 
-def tensor_view(memory: Any, dtype: str, shape: Sequence[int], start: int = 0) -> torch.Tensor:
-    """A tensor over the bytes of a buffer from `start` on, or one without elements. `dtype`: as torch calls it."""
-    kind: Any = getattr(torch, dtype)
-    count = math.prod(shape)
+def tensor_view(memory: Any, spec: TensorSpec, start: int = 0) -> torch.Tensor:
+    """A tensor over the bytes of a buffer from `start` on, or one without elements."""
+    kind: Any = getattr(torch, TORCH_NAMES[spec.dtype])
+    count = math.prod(spec.shape)
     if count == 0:  # torch takes no empty buffer
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(memory, dtype=kind, count=count, offset=start).view(shape)
+        return torch.empty(spec.shape, dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=count, offset=start).view(spec.shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ class SharedBuffer:
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
         return [
-            (item.spec.name, _view(flat[item.start - bucket.start : item.end - bucket.start], dtype, item.spec.shape))
-            for item, dtype in zip(bucket.tensors, bucket.dtypes, strict=True)
+            (item.spec.name, _view(flat[item.start - bucket.start : item.end - bucket.start], item.spec))
+            for item in bucket.tensors
         ]
 
 
@@ -113,9 +113,9 @@ def _write(named: list[tuple[str, torch.Tensor]]) -> str:
     return base64.b64encode(written.getbuffer()).decode()
 
 
-def _view(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    kind = getattr(torch, dtype)
-    return data.view(kind).view(shape) if len(data) else torch.empty(shape, dtype=kind)
+def _view(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    kind = getattr(torch, TORCH_NAMES[spec.dtype])
+    return data.view(kind).view(spec.shape) if len(data) else torch.empty(spec.shape, dtype=kind)
 
 
 # --------------------------------------------------------------------------------------------------

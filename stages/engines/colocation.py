@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config, generates
-from models.engines.client import EngineClient, UpdateClient
+from models.engines.client import EngineClient
 from models.engines.core import MemoryTag
 from models.errors import EngineUnreachable
 from stages.ports import Topic, read_value, wait_at_most, wait_until
@@ -120,13 +120,13 @@ class MemoryKeeper:
                 if time.monotonic() > deadline:
                     raise EngineUnreachable(client.base_url, f"{running} requests run {IDLE_LIMIT_S:g} s after a pause")
                 await asyncio.sleep(IDLE_POLL_S)
-            await UpdateClient(client).release_memory(there)
+            await client.release_memory(there)
         await self._report(topic, turn, GIVEN_BACK)
 
     async def take(self, topic: Topic, client: EngineClient, tag: MemoryTag) -> None:
         """Restore one kind of memory, if it is released. Raises EngineError."""
         if tag in self.away:
-            await UpdateClient(client).resume_memory((tag,))
+            await client.resume_memory((tag,))
             await self._report(topic, self._turn, tuple(kind for kind in self.away if kind != tag))
 
     async def _report(self, topic: Topic, turn: int, away: tuple[MemoryTag, ...]) -> None:

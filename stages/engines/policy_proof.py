@@ -101,7 +101,7 @@ class PolicyProver:
         limit = self.threshold or THRESHOLDS[precision]
         tokens, wanted = np.array(proof.tokens, dtype=np.int32), np.array(proof.log_probs)[:, FIRST_SCORED - 1 :]
         try:
-            scores = await client.score_all(tokens, FIRST_SCORED, extra_key=announcement.label)
+            scores = await client.score(tokens, FIRST_SCORED, extra_key=announcement.label)
         except (EngineProtocolError, EngineRefused) as error:
             raise self._differs(f"{self.engine} does not score at version {announcement.version}: {error}") from error
         found = scores.astype(np.float64)

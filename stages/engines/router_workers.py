@@ -92,7 +92,7 @@ class RouterWorkers:
         self._adding = {url: t for url, t in self._adding.items() if t > now and url in wanted - listed}
         self._removing = {url: t for url, t in self._removing.items() if t > now and url in listed}
         self._added |= wanted & listed
-        self._roles |= {worker.url.rstrip("/"): worker.role for worker in workers}
+        self._roles |= {worker.url.rstrip("/"): worker for worker in workers}
         for url in sorted(wanted - listed - self._adding.keys()):
             role = await self._role(url, tokens.get(url))
             log.info("adding %s to the router as %s", url, role.worker_type)

@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema.rollout import UpdateConfig
-from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
+from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import ServerInfo
 from models.errors import DeltaError, DigestMismatch, EngineError, EngineUnreachable, NotBrought, RouteUnfit
 from models.weights.delta_mirror import DeltaMirror
@@ -87,11 +87,10 @@ class TensorRoute(WeightRoute):
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        update = UpdateClient(client)
         ranks = await _ranks("tensor", client)
         devices = self._devices(client, ranks)
         slot = await asyncio.to_thread(SlotReader, announcement, anew=False)
-        transfer = await asyncio.to_thread(TensorTransfer, update, announcement.label, slot, self.bucket_bytes, devices)
+        transfer = await asyncio.to_thread(TensorTransfer, client, announcement.label, slot, self.bucket_bytes, devices)
         await asyncio.to_thread(transfer.fill, 0)
         yield transfer.apply
 
@@ -118,14 +117,14 @@ class DistributedRoute(WeightRoute):
     def __init__(self, engine: str, bucket_bytes: int, timeout_s: float) -> None:
         self.engine, self.bucket_bytes, self.timeout_s = engine, bucket_bytes, timeout_s
         self._group: WeightGroup | None = None
-        self._update: UpdateClient | None = None  # of the engine that is in the group
+        self._client: EngineClient | None = None  # of the engine that is in the group
         self._device = "cpu"
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
         slot = await asyncio.to_thread(SlotReader, announcement, anew=False)
-        group, update = await self._joined(client)
-        transfer = GroupTransfer(update, announcement.label, slot, self.bucket_bytes, group, self._device)
+        group = await self._joined(client)
+        transfer = GroupTransfer(client, announcement.label, slot, self.bucket_bytes, group, self._device)
         try:
             await asyncio.to_thread(transfer.fill, 0)
             yield transfer.apply
@@ -137,12 +136,11 @@ class DistributedRoute(WeightRoute):
         await asyncio.to_thread(SlotReader, announcement, anew=False)
         await self._joined(client)
 
-    async def _joined(self, client: EngineClient) -> tuple[WeightGroup, UpdateClient]:
+    async def _joined(self, client: EngineClient) -> WeightGroup:
         """The group with this client's engine, created at the first update of an incarnation and after a failure."""
-        if self._group is not None and self._update is not None and self._update.client is client:
-            return self._group, self._update
+        if self._group is not None and self._client is client:
+            return self._group
         await self.close()
-        update = UpdateClient(client)
         ranks = await _ranks("distributed", client)
         self._device = _device(ranks)
         from models.weights.transfer import WeightGroup, address_towards  # torch
@@ -153,24 +151,24 @@ class DistributedRoute(WeightRoute):
         world_size = 1 + (ranks.tp_size or 1)
         group = WeightGroup(name, world_size, backend, host, timeout_s=self.timeout_s)
         try:
-            await together(group.join, update.init_group(name, host, group.port, world_size, backend))
+            await together(group.join, client.init_group(name, host, group.port, world_size, backend))
         except BaseException:
             group.close()
             raise
-        self._group, self._update = group, update
+        self._group, self._client = group, client
         log.info("%s: weight group %s of %d ranks over %s", self.engine, name, world_size, backend)
-        return group, update
+        return group
 
     async def close(self) -> None:
         """Leave the group, if there is one."""
-        group, update = self._group, self._update
-        self._group = self._update = None
-        if group is None or update is None:
+        group, client = self._group, self._client
+        self._group = self._client = None
+        if group is None or client is None:
             return
         group.close()
         with contextlib.suppress(EngineError, TimeoutError):  # a lost engine has left already
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await update.destroy_group(group.name)
+                await client.destroy_group(group.name)
 
 
 class DeltaRoute(WeightRoute):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
+from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.http_client import NOT_FOUND
 from models.errors import EngineError, EngineRefused, NotVerified
 from models.weights.layout import plan_buckets
@@ -116,8 +116,8 @@ class BucketTransfer:
 
     memories: list[torch.Tensor]  # flat host tensors; bucket n goes through the one of n % 2
 
-    def __init__(self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int) -> None:
-        self.update, self.label, self.slot = update, label, slot
+    def __init__(self, client: EngineClient, label: str, slot: SlotReader, bucket_bytes: int) -> None:
+        self.client, self.label, self.slot = client, label, slot
         self.buckets = plan_buckets(slot.layout, bucket_bytes)
         self.largest = max(bucket.nbytes for bucket in self.buckets)
         self.parts = range(min(2, len(self.buckets)))  # the buffers
@@ -125,7 +125,7 @@ class BucketTransfer:
 
     async def apply(self, flush_cache: bool) -> WeightsUpdated:
         last = len(self.buckets) - 1
-        await self.update.begin()
+        await self.client.begin_update()
         try:
             await asyncio.to_thread(self.fill, 0)  # again, if these weights were sent before
             for number in range(last):
@@ -133,9 +133,9 @@ class BucketTransfer:
             done = await self._send(last, self.label, flush_cache)
         except BaseException:
             with contextlib.suppress(EngineError):  # the first error counts; the next update closes the bracket
-                await self.update.end()
+                await self.client.end_update()
             raise
-        await self.update.end()
+        await self.client.end_update()
         return done
 
     async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
@@ -155,10 +155,10 @@ class TensorTransfer(BucketTransfer):
     """Through memory that the engine's ranks map."""
 
     def __init__(
-        self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int, devices: Sequence[str]
+        self, client: EngineClient, label: str, slot: SlotReader, bucket_bytes: int, devices: Sequence[str]
     ) -> None:
         """`devices`: of each rank of the engine, as this process counts them."""
-        super().__init__(update, label, slot, bucket_bytes)
+        super().__init__(client, label, slot, bucket_bytes)
         from models.weights.transfer import SharedBuffer  # torch
 
         self.devices = devices
@@ -167,16 +167,16 @@ class TensorTransfer(BucketTransfer):
 
     async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
         with self.buffers[number % 2].lent(self.buckets[number], self.devices) as payloads:
-            return await self.update.update_from_tensor(payloads, label=label, flush_cache=flush_cache)
+            return await self.client.update_from_tensor(payloads, label=label, flush_cache=flush_cache)
 
 
 class GroupTransfer(BucketTransfer):
     """Through a process group, of which this process is rank 0."""
 
     def __init__(
-        self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int, group: WeightGroup, device: str
+        self, client: EngineClient, label: str, slot: SlotReader, bucket_bytes: int, group: WeightGroup, device: str
     ) -> None:
-        super().__init__(update, label, slot, bucket_bytes)
+        super().__init__(client, label, slot, bucket_bytes)
         import torch
 
         self.group, self.device = group, device
@@ -186,9 +186,7 @@ class GroupTransfer(BucketTransfer):
     async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
         bucket = self.buckets[number]
         staged = self.memories[number % 2][: bucket.nbytes]
-        receiving = self.update.update_from_distributed(
-            self.group.name, bucket.names, bucket.dtypes, bucket.shapes, label=label, flush_cache=flush_cache
-        )
+        receiving = self.client.update_from_distributed(self.group.name, bucket, label=label, flush_cache=flush_cache)
         return await together(lambda: self.group.broadcast(staged.to(self.device)), receiving)
 
 
@@ -233,7 +231,7 @@ async def verify(
         await asyncio.sleep(LABEL_WAIT_S)
     if not checksums:
         return ""
-    checksum = await UpdateClient(client).checksum()
+    checksum = await client.checksum()
     for peer in carrying(topic).values():
         same = (peer.run_generation, peer.version) == (announcement.run_generation, announcement.version)
         if same and peer.engine != engine and peer.checksum and peer.checksum != checksum:

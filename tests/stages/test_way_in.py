@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from configs.schema.rollout import UpdateConfig
-from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
+from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import ServerInfo, UpdateVersionRequest
 from models.errors import EngineRefused, TornWeights
 from models.weights import shared_memory_reader
@@ -129,8 +129,8 @@ async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(fle
 class Sent(BucketTransfer):
     """Remembers what the receiver of each bucket finds in its buffer at the end of the call."""
 
-    def __init__(self, slot: SlotReader, update: UpdateClient) -> None:
-        super().__init__(update, "0.1", slot, bucket_bytes=100)
+    def __init__(self, slot: SlotReader, client: EngineClient) -> None:
+        super().__init__(client, "0.1", slot, bucket_bytes=100)
         self.memories = [torch.zeros(self.largest, dtype=torch.uint8) for _ in self.parts]
         self.received = b""
 
@@ -143,14 +143,14 @@ class Sent(BucketTransfer):
         return WeightsUpdated("", cache_flushed=flush_cache)
 
 
-class NoBracket(UpdateClient):
+class NoBracket(EngineClient):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    async def begin(self) -> None:
+    async def begin_update(self) -> None:
         self.calls.append("begin")
 
-    async def end(self) -> None:
+    async def end_update(self) -> None:
         self.calls.append("end")
 
 
@@ -206,19 +206,19 @@ async def test_tensors_are_lent_on_the_engines_own_gpus(tmp_path: Path, monkeypa
         return ServerInfo(device="cuda", tp_size=2)
 
     async def update(
-        self: UpdateClient, payloads: list[str], *, label: str | None, flush_cache: bool
+        self: EngineClient, payloads: list[str], *, label: str | None, flush_cache: bool
     ) -> WeightsUpdated:
         assert len(payloads) == 2
-        given.setdefault(self.client.base_url, []).extend(lent)
+        given.setdefault(self.base_url, []).extend(lent)
         lent.clear()
         if label is not None:
             rename = UpdateVersionRequest(new_version=label, abort_all_requests=False)
-            await self.client.call("POST", "/update_weight_version", rename, 60.0)
+            await self.call("POST", "/update_weight_version", rename, 60.0)
         return WeightsUpdated("", cache_flushed=False)
 
     monkeypatch.setattr(SharedBuffer, "_views", view)
     monkeypatch.setattr(EngineClient, "server_info", facts)
-    monkeypatch.setattr(UpdateClient, "update_from_tensor", update)
+    monkeypatch.setattr(EngineClient, "update_from_tensor", update)
     settings = UpdateConfig(update_weight_transport="tensor", update_weight_buffer_size=300)
     async with open_fleet(tmp_path, monkeypatch, update=settings) as fleet:
         gpus = [(4, 5), (6, 7), ()]

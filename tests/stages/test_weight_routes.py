@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from configs.schema.rollout import UpdateConfig
-from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
+from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.errors import EngineRefused, GroupError
 from models.weights.transfer import WeightGroup
@@ -69,7 +69,7 @@ async def wanted(sglang: RealServer) -> str:
     """The checksum of the server's other checkpoint, loaded from disk."""
     async with EngineClient(sglang.url) as client:
         await client.update_weights_from_disk(str(sglang.other), "reference")
-        return await UpdateClient(client).checksum()
+        return await client.checksum()
 
 
 async def greedy(client: EngineClient, n: int = 24) -> tuple[list[int], list[float]]:
@@ -113,7 +113,7 @@ async def test_after_an_update_the_engine_is_the_published_model(
         one.rig.engine_at(sglang.url, incarnation=1)
         await until(lambda: not one.served())
         await one.landed(1)
-        assert await UpdateClient(client).checksum() == wanted
+        assert await client.checksum() == wanted
         assert one.failures() == 0
 
 
@@ -163,7 +163,7 @@ async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
         broken = False
         await one.landed(1)
         assert len(groups) > 1, "a group that failed is of no use"
-        assert await UpdateClient(client).checksum() == wanted
+        assert await client.checksum() == wanted
         assert await client.ready()
 
 
@@ -175,10 +175,10 @@ async def test_a_slot_that_is_torn_between_two_buckets_is_never_served(
         publisher.publish(0, tensors(sglang.model))
         await one.landed(0)
         name = "update_from_tensor" if route == "tensor" else "update_from_distributed"
-        original = getattr(UpdateClient, name)
+        original = getattr(EngineClient, name)
         tear = True
 
-        async def update(self: UpdateClient, *args: object, **options: object) -> WeightsUpdated:
+        async def update(self: EngineClient, *args: object, **options: object) -> WeightsUpdated:
             nonlocal tear
             done: WeightsUpdated = await original(self, *args, **options)
             if tear:
@@ -187,14 +187,14 @@ async def test_a_slot_that_is_torn_between_two_buckets_is_never_served(
                     publisher.write_tensors(version, tensors(sglang.other))
             return done
 
-        monkeypatch.setattr(UpdateClient, name, update)
+        monkeypatch.setattr(EngineClient, name, update)
         publisher.publish(1, {name: tensor + 1 for name, tensor in tensors(sglang.model).items()})
         await until(lambda: one.failures() > 0)
         assert not one.served()
         assert not await client.ready()
         publisher.publish(4, tensors(sglang.other))
         await one.landed(4)
-        assert await UpdateClient(client).checksum() == wanted
+        assert await client.checksum() == wanted
         assert await client.ready()
 
 
@@ -205,15 +205,15 @@ async def test_an_engine_that_dies_in_an_update_is_reported_and_another_takes_it
     async with served("distributed") as (one, publisher, _):
         publisher.publish(0, tensors(sglang.model))
         await one.landed(0)
-        original = UpdateClient.update_from_distributed
+        original = EngineClient.update_from_distributed
         leave = True
 
-        async def update(self: UpdateClient, group: str, *args: object, **options: object) -> WeightsUpdated:
+        async def update(self: EngineClient, group: str, *args: object, **options: object) -> WeightsUpdated:
             if leave:
                 await self.destroy_group(group)
             return await original(self, group, *args, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(UpdateClient, "update_from_distributed", update)
+        monkeypatch.setattr(EngineClient, "update_from_distributed", update)
         publisher.publish(1, tensors(sglang.other))
         await until(lambda: one.failures() > 1)
         assert not one.served()
@@ -243,7 +243,7 @@ async def test_updated_but_not_flushed_counts_as_updated(
             async with route.open(client, announcement) as transfer:
                 done = await transfer(True)
                 assert not done.cache_flushed
-                assert await UpdateClient(client).checksum() == wanted
+                assert await client.checksum() == wanted
                 assert (await client.model_info()).weight_version == named
                 await transfer(False)
                 assert (await client.model_info()).weight_version == "0.1"
@@ -258,23 +258,21 @@ async def test_memory_is_given_back_and_taken_again(sglang: RealServer) -> None:
     weights count as undefined, so an update follows before anything is generated."""
     async with EngineClient(sglang.url) as client:
         await sglang.fresh(client)
-        before, checksum = await greedy(client), await UpdateClient(client).checksum()
-        update = UpdateClient(client)
-        await update.release_memory()
-        await update.resume_memory()
+        before, checksum = await greedy(client), await client.checksum()
+        await client.release_memory()
+        await client.resume_memory()
         await client.update_weights_from_disk(str(sglang.model), "after")
-        assert await update.checksum() == checksum
+        assert await client.checksum() == checksum
         assert await greedy(client) == before
 
 
 async def test_a_bracket_that_was_left_open_is_closed(sglang: RealServer) -> None:
     async with EngineClient(sglang.url) as client:
         await sglang.fresh(client)
-        update = UpdateClient(client)
-        await update.begin()
-        await update.begin()
-        await update.end()
+        await client.begin_update()
+        await client.begin_update()
+        await client.end_update()
         with pytest.raises(EngineRefused, match="no weight-update session is open"):
-            await update.end()
+            await client.end_update()
         with pytest.raises(EngineRefused, match="must run between begin_weight_update"):
-            await update.update_from_tensor(["eA=="], label=None, flush_cache=False)
+            await client.update_from_tensor(["eA=="], label=None, flush_cache=False)

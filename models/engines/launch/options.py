@@ -88,7 +88,19 @@ ROUTER_RESERVED: Final[Mapping[str, str]] = {
 }
 
 
-_SIZE: Final = re.compile(r"-?\d+|\d+(\.\d+)?[kMGT]|\d+(Ki|Mi|Gi|Ti)", re.ASCII)
+def _size(text: str) -> None:
+    if re.fullmatch(r"-?\d+|\d+(\.\d+)?[kMGT]|\d+(Ki|Mi|Gi|Ti)", text, re.ASCII) is None:
+        raise ValueError(text)
+
+
+# Each raises ValueError for a text that it cannot read.
+_READERS: Final[Mapping[str, Callable[[str], object]]] = {
+    "int": int,
+    "float": float,
+    "size": _size,
+    "json": json.loads,
+    "text": str,
+}
 _RULES: Final[Mapping[str, str]] = {
     "int": "a whole number",
     "float": "a number",
@@ -206,23 +218,8 @@ def _fits(option: Option, value: Any) -> bool:
     text = _text(value)
     if option.choices:
         return text in option.choices
-    match option.takes:
-        case "int":
-            return re.fullmatch(r"-?\d+", text, re.ASCII) is not None
-        case "float":
-            return _reads(float, text)
-        case "size":
-            return _SIZE.fullmatch(text) is not None
-        case "json":
-            return _reads(json.loads, text)
-        case _:
-            return True
-
-
-def _reads(reader: Callable[[str], object], text: str) -> bool:
-    """Whether the function can read the text."""
     try:
-        reader(text)
+        _READERS[option.takes](text)
     except ValueError:
         return False
     return True

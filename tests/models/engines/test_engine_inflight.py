@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import torch
 
-from models.engines.client import EngineClient, UpdateClient
+from models.engines.client import EngineClient
 from models.engines.core import MemoryAccount
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.transformer import LiveWeights
@@ -291,7 +291,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "sampling_se
 async def test_the_turn_of_a_colocated_trainer(target: Target) -> None:
     """abort, give back, take the weights' memory, load, take the cache's, go on: a request that waits is then served
     by the new weights, and what was served before is served as before once its weights are back."""
-    client, update = target.client, UpdateClient(target.client)
+    client = target.client
     [before] = await client.generate(ask([5, 6, 7], **GREEDY))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
@@ -300,11 +300,11 @@ async def test_the_turn_of_a_colocated_trainer(target: Target) -> None:
         [partial] = await running
         assert partial.aborted
         waiting = tasks.create_task(client.generate(ask([5, 6, 7], **GREEDY)))
-        await update.release_memory(("kv_cache", "weights"))
+        await client.release_memory(("kv_cache", "weights"))
         assert await client.health()
-        await update.resume_memory(("weights",))
+        await client.resume_memory(("weights",))
         await client.update_weights_from_disk(target.model, "w2")
-        await update.resume_memory(("kv_cache",))
+        await client.resume_memory(("kv_cache",))
         assert not waiting.done()
         await client.resume()
     [after] = waiting.result()
@@ -323,28 +323,28 @@ async def refused(call: Awaitable[object], words: str) -> None:
 async def test_what_lacks_memory_does_not_generate_and_loads_nothing(target: Target) -> None:
     if not target.can.refuses_bad_ids:
         pytest.skip("SGLang refuses none of it: without the memory saver nothing is away")
-    client, update = target.client, UpdateClient(target.client)
+    client = target.client
     words = "while generation is not paused; call /pause_generation with mode abort"
-    await refused(update.release_memory(), words)
+    await refused(client.release_memory(), words)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
         await generating(client)
         await client.pause("in_place")
-        await refused(update.release_memory(), "1 requests are running")
+        await refused(client.release_memory(), "1 requests are running")
         await client.abort()
         await running
-    await update.release_memory(("weights",))
+    await client.release_memory(("weights",))
     for _ in range(2):  # only what is news counts
-        await update.release_memory(("kv_cache", "weights"))
+        await client.release_memory(("kv_cache", "weights"))
     await refused(client.resume(), "without the memory of kv_cache, weights")
     load = client.update_weights_from_disk
     await refused(load(target.other, "w2"), "resume_memory_occupation with the tag weights first")
     await refused(client.weights_checker(), "load weights first")
-    await update.resume_memory(("weights",))
-    await update.resume_memory(("cuda_graph",))
+    await client.resume_memory(("weights",))
+    await client.resume_memory(("cuda_graph",))
     await refused(client.resume(), "without the memory of kv_cache")
     for _ in range(2):
-        await update.resume_memory()
+        await client.resume_memory()
     await refused(client.resume(), "the weights' memory was released; load weights first")
     await load(target.other, "w2")
     await client.resume()

@@ -158,14 +158,14 @@ async def test_prefill_and_decode_workers_are_taken_out_and_added_again_in_their
                 for _ in range(2):
                     await listed(router, prefill, decode)
                     workers = await router.workers()
-                    assert {worker.url: worker.role for worker in workers} == roles
+                    assert {w.url: Role(w.worker_type, w.bootstrap_port) for w in workers} == roles
                     request = msgspec.convert({**TOP, "stream": False, "sampling_params": SAMPLING}, GenerateRequest)
                     await client.call("POST", "/generate", request, 30.0)
                     for worker in workers:
                         await router.remove(worker)
                     await listed(router)
                     for worker in workers:
-                        assert await router.add(worker.url, worker.role)
+                        assert await router.add(worker.url, worker)
         finally:
             starting.__exit__(None, None, None)
         for bodies in (prefill.bodies, decode.bodies):
@@ -209,7 +209,7 @@ async def test_odd_answers_of_a_router_are_reported(monkeypatch: pytest.MonkeyPa
         with pytest.raises(EngineProtocolError, match=r"/workers answered .*, which does not decode"):
             await router.workers()
         with pytest.raises(EngineRefused, match="no such id"):
-            await router.remove(RouterWorker("1", "http://e"))
+            await router.remove(RouterWorker(id="1", url="http://e"))
 
 
 @pytest.mark.parametrize(
