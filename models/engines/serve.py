@@ -33,7 +33,7 @@ from configs.schema.rollout import EngineConfig
 from models.disk import write_whole
 from models.engines.core import Completion, EngineCore
 from models.engines.protocol import DEFAULT_LABEL
-from models.engines.server import EngineApp
+from models.engines.server import EngineApp, Serving
 from models.engines.text import TextCodec
 from models.engines.token import Token, read_token
 from models.errors import EngineError, EngineStartError
@@ -46,28 +46,20 @@ _SHUTDOWN_S: Final = 1.0  # for answers that are being written at the end
 
 
 @dataclass(eq=False)
-class EngineServer:
+class EngineServer(Serving):
     """An engine with its HTTP server, in the running event loop. Use as an async context manager; then read `url`.
 
-    `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
-    `config.engine_port`, which is the first port of all engines of a run. `stream_interval` is the number of tokens of
-    a streamed chunk, unless a request says its own; with 0 each response is one chunk, sent when it has ended. With
-    `incremental_streaming_output` a chunk holds new tokens only. `faults`: injected faults of requests. `token`:
-    required of requests; only a server on the loopback address may do without. Raises `EngineStartError` on entry.
+    `port` 0 takes any free port, and replaces `config.engine_port`, which is the first port of all engines of a run.
+    Only a server on the loopback address may do without a `token`. Raises `EngineStartError` on entry.
     """
 
     config: EngineConfig
     model_path: str
     _: KW_ONLY
     max_context_len: int | None
-    seed: int
     port: int = 0
     host: str = "127.0.0.1"
     weight_version: str = DEFAULT_LABEL
-    stream_interval: int = 0
-    incremental_streaming_output: bool = False
-    faults: FaultPlan | None = None
-    token: Token | None = None
     core: EngineCore | None = field(default=None, init=False)
     url: str = field(default="", init=False)
     _runner: web.AppRunner | None = field(default=None, init=False)
@@ -84,15 +76,7 @@ class EngineServer:
         core, codec = await asyncio.to_thread(
             build_core, self.config, self.model_path, self.max_context_len, self.weight_version
         )
-        app = EngineApp(
-            core,
-            codec,
-            self.seed,
-            stream_interval=self.stream_interval,
-            incremental=self.incremental_streaming_output,
-            faults=self.faults,
-            token=self.token,
-        )
+        app = EngineApp(core, codec, self)
         ended = self._ended = loop.create_future()
 
         def deliver(completions: Sequence[Completion]) -> None:

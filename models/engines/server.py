@@ -15,6 +15,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -36,26 +37,29 @@ _RATE_WINDOW_S = 0.5
 ENDS_TOGETHER_S = 0.01  # some steps of a small model: an event costs its client a wake-up, and the slots are free
 
 
-class EngineApp:
-    """Routes of one engine. Lives in one event loop. `stream_interval` and `incremental` say how it streams: tokens of
-    a chunk (0: a response is sent when it has ended), and whether a chunk holds new tokens only."""
+@dataclass(eq=False, kw_only=True)
+class Serving:
+    """How an engine is served.
 
-    def __init__(
-        self,
-        core: EngineCore,
-        codec: TextCodec,
-        seed: int,
-        *,
-        stream_interval: int = 0,
-        incremental: bool = False,
-        faults: FaultPlan | None = None,
-        token: Token | None = None,
-    ) -> None:
-        """`token`: every request must bring it, except on the open routes; None: no check."""
-        self._core, self._codec = core, codec
-        self._stream_interval, self._incremental = stream_interval, incremental
-        self._faults, self._token = faults, token
-        self._intake = Intake(core.facts, codec, _seeds(seed).__next__, stream_interval)
+    `seed` gives the noise of requests without a sampling seed. `stream_interval` is the number of tokens of a streamed
+    chunk, unless a request says its own; with 0 each response is one chunk, sent when it has ended. With
+    `incremental_streaming_output` a chunk holds new tokens only. `faults`: injected faults of requests. `token`: every
+    request must bring it, except on the open routes; None: no check.
+    """
+
+    seed: int
+    stream_interval: int = 0
+    incremental_streaming_output: bool = False
+    faults: FaultPlan | None = None
+    token: Token | None = None
+
+
+class EngineApp:
+    """Routes of one engine. Lives in one event loop."""
+
+    def __init__(self, core: EngineCore, codec: TextCodec, how: Serving) -> None:
+        self._core, self._codec, self._how = core, codec, how
+        self._intake = Intake(core.facts, codec, _seeds(how.seed).__next__, how.stream_interval)
         self._open: dict[int, tuple[Completion, text.Reply]] = {}
         self._control = ControlRoutes(core, self.live)
         self._encoder = msgspec.json.Encoder()
@@ -92,7 +96,7 @@ class EngineApp:
             "/metrics": self._metrics,
         }
         app.add_routes([web.get(path, handler) for path, handler in get.items()])
-        generate = self._generate if self._faults is None else disturbed(self._generate, self._faults)
+        generate = self._generate if self._how.faults is None else disturbed(self._generate, self._how.faults)
         app.add_routes([web.post("/generate", generate), web.put("/generate", generate)])
         app.add_routes(self._control.routes())
         return app
@@ -100,7 +104,7 @@ class EngineApp:
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Before anything of a request is read but its head."""
-        token, sent = self._token, request.headers.get("Authorization")
+        token, sent = self._how.token, request.headers.get("Authorization")
         if token is not None and not request.path.startswith(OPEN_ROUTES) and not token.is_sent_by(sent):
             raise RequestRefused("this server wants its token: Authorization: Bearer TOKEN", 401)
         return await handler(request)
@@ -137,8 +141,9 @@ class EngineApp:
     async def _chunks(self, request: GenerateRequest, reply: text.Reply) -> AsyncIterator[list[bytes]]:
         """Chunks of all completions as they grow: together those of one engine step, and those of responses that end
         together without streaming. Waits for progress of any completion; ends when all have finished."""
+        incremental = self._how.incremental_streaming_output
         growing = [
-            text.Chunks(completion, index, self._codec, log_probs=request.return_logprob, incremental=self._incremental)
+            text.Chunks(completion, index, self._codec, log_probs=request.return_logprob, incremental=incremental)
             for index, completion in enumerate(reply.completions)
         ]
         more = True
@@ -193,8 +198,8 @@ class EngineApp:
             context_length=facts.context_length,
             max_running_requests=facts.slots,
             max_total_num_tokens=facts.kv_tokens,
-            stream_interval=self._stream_interval,
-            incremental_streaming_output=self._incremental,
+            stream_interval=self._how.stream_interval,
+            incremental_streaming_output=self._how.incremental_streaming_output,
         )
         states = [self._core.totals().metrics()]
         return send({**msgspec.structs.asdict(info), "internal_states": states, "pid": os.getpid()})

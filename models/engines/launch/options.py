@@ -22,70 +22,51 @@ from models.engines.launch.environment import Installed, Option, Part
 # A name is the option's first spelling in the installed version's own list.
 
 
-_CHECKPOINT = "Sluice serves the checkpoint that it trains; use --hf-checkpoint"
 _LOOPBACK = "Sluice chooses where engines listen: on the loopback address unless the run has other hosts; leave it out"
-_PARALLEL = "it follows from --rollout-num-gpus-per-engine (divided by --sglang-pp-size); use that"
-_NODES = "an engine that Sluice starts stays on one machine; leave it out"
+_WORKERS = "Sluice adds an engine when it carries the published weights, and takes it out when it is lost; leave it out"
+_RETRIES = "the generate stage alone repeats a request, from its partial output; see --max-retries, and leave it out"
 _PROTOCOL = "the generate stage speaks plain HTTP with JSON; leave it out"
 _KEYS = "each run makes a token of its own, which no command line shows; leave it out"
-_VERSION = "versions of the weights are the trainer's to give; leave it out"
 
-SERVER_RESERVED: Final[Mapping[str, str]] = {
-    "model-path": _CHECKPOINT,
+_OF_SERVER: Final[Mapping[str, str]] = {
+    "model-path": "Sluice serves the checkpoint that it trains; use --hf-checkpoint",
     "load-format": "an update would be loaded in that format too, but Sluice writes safetensors; leave it out",
-    "weight-version": _VERSION,
+    "weight-version": "versions of the weights are the trainer's to give; leave it out",
     "host": _LOOPBACK,
     "port": "use --engine-port",
-    "tp-size": _PARALLEL,
+    "tp-size": "it follows from --rollout-num-gpus-per-engine (divided by --sglang-pp-size); use that",
     "dp-size": "a replica is an engine here, so that its weights are updated alone; raise --rollout-num-gpus",
-    "nnodes": _NODES,
-    "node-rank": _NODES,
-    "dist-init-addr": _NODES,
-    "base-gpu-id": "each engine sees its own GPUs only; leave it out",
-    "gpu-id-step": "each engine sees its own GPUs only; leave it out",
+    "nnodes node-rank dist-init-addr": "an engine that Sluice starts stays on one machine; leave it out",
+    "base-gpu-id gpu-id-step": "each engine sees its own GPUs only; leave it out",
     "context-length": "use --rollout-max-context-len",
     "random-seed": "use --seed",
     "stream-interval": "use --stream-interval, which the generate stage reads too",
     "incremental-streaming-output": "it follows from --stream-interval; use that",
     "skip-tokenizer-init": "samples carry their text, and stop strings need it; leave it out",
     "is-embedding": "an engine must generate; leave it out",
-    "api-key": _KEYS,
-    "admin-api-key": _KEYS,
-    "ssl-keyfile": _PROTOCOL,
-    "ssl-certfile": _PROTOCOL,
-    "grpc-mode": _PROTOCOL,
-    "smg-grpc-mode": _PROTOCOL,
-    "fastapi-root-path": _PROTOCOL,
+    "api-key admin-api-key": _KEYS,
+    "ssl-keyfile ssl-certfile grpc-mode smg-grpc-mode fastapi-root-path": _PROTOCOL,
     "use-ray": "Sluice starts and ends the processes of an engine itself; leave it out",
     "config": "a file of options would get round their check; give them one by one",
 }
 
-_RETRIES = "the generate stage alone repeats a request, from its partial output; see --max-retries, and leave it out"
-_WORKERS = "Sluice adds an engine when it carries the published weights, and takes it out when it is lost; leave it out"
-
-ROUTER_RESERVED: Final[Mapping[str, str]] = {
+_OF_ROUTER: Final[Mapping[str, str]] = {
     "host": "the router answers on the loopback address only; leave it out",
     "port": "Sluice chooses a free port and announces it; leave it out",
-    "worker-urls": _WORKERS,
-    "service-discovery": _WORKERS,
+    "worker-urls service-discovery remove-unhealthy-workers": _WORKERS,
     "policy": "use --router-policy",
     "prometheus-port": "Sluice chooses a free port and collects the metrics; leave it out",
     "prometheus-host": "the metrics are collected over the loopback address; leave it out",
     "disable-retries": "it is always given; leave it out",
-    "retry-max-retries": _RETRIES,
-    "retry-initial-backoff-ms": _RETRIES,
-    "retry-max-backoff-ms": _RETRIES,
-    "retry-backoff-multiplier": _RETRIES,
-    "retry-jitter-factor": _RETRIES,
+    "retry-max-retries retry-initial-backoff-ms retry-max-backoff-ms": _RETRIES,
+    "retry-backoff-multiplier retry-jitter-factor": _RETRIES,
     "backend": "the engines are SGLang's; leave it out",
-    "api-key": _KEYS,
-    "tenant-api-key": _KEYS,
-    "control-plane-api-keys": _KEYS,
-    "tls-cert-path": _PROTOCOL,
-    "tls-key-path": _PROTOCOL,
+    "api-key tenant-api-key control-plane-api-keys": _KEYS,
+    "tls-cert-path tls-key-path": _PROTOCOL,
     "mini-lb": "it is for debugging and lacks the workers' interface that Sluice uses; leave it out",
-    "remove-unhealthy-workers": _WORKERS,
 }
+SERVER_RESERVED: Final = {name: reason for names, reason in _OF_SERVER.items() for name in names.split()}
+ROUTER_RESERVED: Final = {name: reason for names, reason in _OF_ROUTER.items() for name in names.split()}
 
 
 def _size(text: str) -> None:
@@ -93,20 +74,13 @@ def _size(text: str) -> None:
         raise ValueError(text)
 
 
-# Each raises ValueError for a text that it cannot read.
-_READERS: Final[Mapping[str, Callable[[str], object]]] = {
-    "int": int,
-    "float": float,
-    "size": _size,
-    "json": json.loads,
-    "text": str,
-}
-_RULES: Final[Mapping[str, str]] = {
-    "int": "a whole number",
-    "float": "a number",
-    "size": "a whole number, or one with k, M, Ki or Mi behind it",
-    "json": "JSON",
-    "text": "text",
+# What an option takes: its reader, which raises ValueError for another text, the rule in words, and an example.
+_TAKES: Final[Mapping[str, tuple[Callable[[str], object], str, str]]] = {
+    "int": (int, "a whole number", "1"),
+    "float": (float, "a number", "0.5"),
+    "size": (_size, "a whole number, or one with k, M, Ki or Mi behind it", "64k"),
+    "json": (json.loads, "JSON", "{}"),
+    "text": (str, "text", "x"),
 }
 
 
@@ -219,7 +193,7 @@ def _fits(option: Option, value: Any) -> bool:
     if option.choices:
         return text in option.choices
     try:
-        _READERS[option.takes](text)
+        _TAKES[option.takes][0](text)
     except ValueError:
         return False
     return True
@@ -244,7 +218,7 @@ def _text(value: Any) -> str:
 
 def _rule(option: Option) -> str:
     if not option.choices:
-        return _RULES[option.takes]
+        return _TAKES[option.takes][1]
     shown = option.choices[:12]
     return f"one of {', '.join(shown)}" + (" and others" if len(option.choices) > len(shown) else "")
 
@@ -253,7 +227,7 @@ def _example(option: Option) -> str:
     if option.choices:
         return option.choices[0]
     fitting = option.default is not None and _fits(option, option.default)
-    return str(option.default) if fitting else {"int": "1", "float": "0.5", "size": "64k", "json": "{}"}[option.takes]
+    return str(option.default) if fitting else _TAKES[option.takes][2]
 
 
 def _shown(value: Any) -> str:
