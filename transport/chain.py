@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -48,18 +49,16 @@ class Source(Protocol[T_co]):
     async def receive(self) -> Lease[T_co] | None: ...
 
 
+@dataclass(slots=True)
 class _Part:
     """What a link knows of the messages of one part, from the first that enters to the last that is settled."""
 
-    __slots__ = ("attempt", "behind", "entered", "refused", "since", "waiting")
-
-    def __init__(self) -> None:
-        self.attempt = 1
-        self.entered = 0  # leases before the link that their stage has not released
-        self.behind = 0  # messages that were sent and are not settled
-        self.since = 0.0  # when the oldest of them was sent, as long as there are any
-        self.waiting: list[Lease[Any]] = []  # leases that their stage has released
-        self.refused: str | None = None
+    attempt: int = 1
+    entered: int = 0  # leases before the link that their stage has not released
+    behind: int = 0  # messages that were sent and are not settled
+    since: float = 0.0  # when the oldest of them was sent, as long as there are any
+    waiting: list[Lease[Any]] = field(default_factory=list)  # leases that their stage has released
+    refused: str | None = None
 
 
 class ChainLink(Generic[T]):

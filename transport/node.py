@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, TracebackType
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, TypeVar
 
 import zmq
@@ -20,7 +20,7 @@ from transport.byte_transfer import ByteClient, ByteServer
 from transport.codec import Codec
 from transport.core.hub import HubCore
 from transport.core.peers import ConsumerCore, ProducerCore
-from transport.core.topic import TopicClientCore, TopicServerCore
+from transport.core.topic import ANYBODY, TopicClientCore, TopicServerCore, Writers
 from transport.errors import AddressInUse, SecurityError, UsageError
 from transport.port import FORKED, CorePort, Decode, Link, PeerPort
 from transport.security import KEY_MARK, ZAP_ADDRESS, Address, Security, check_exposure, parse_address, zap_reply
@@ -213,7 +213,7 @@ class Node:
         return await self._open(Outlet(address, stream, core, codec), wire.decode_from_hub)
 
     async def topic_server(
-        self, address: str, private: tuple[str, ...] = (), writers: Mapping[str, frozenset[str]] = MappingProxyType({})
+        self, address: str, private: tuple[str, ...] = (), writers: Writers = ANYBODY
     ) -> TopicServer:
         """Bind the run's topic here. Values below the `private` prefixes are for this process alone; `writers`: which
         stages may write a key, beside this process (see TopicServerCore)."""

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import zmq
@@ -198,6 +198,7 @@ class PeerPort(CorePort, Generic[C]):
         self.session = core.session
         self._opened = asyncio.Event()
         self._left = asyncio.Event()
+        self._promises: dict[Hashable, asyncio.Future[None]] = {}  # of the hub, which a task waits for
 
     def on_link_up(self) -> None:
         super().on_link_up()
@@ -241,6 +242,25 @@ class PeerPort(CorePort, Generic[C]):
             raise UsageError(f"{self.name} at {self.address} is closed; use it inside `async with Node`")
         if (fault := self.fault()) is not None:
             raise fault
+
+    async def promised(self, promise: Hashable) -> None:
+        """Wait until the hub has kept a promise. Unblocked by `keep` and `break_promises`."""
+        kept = self._promises[promise] = self.loop.create_future()
+        self.link.wake()
+        try:
+            await kept
+        finally:
+            self._promises.pop(promise, None)
+
+    def keep(self, promise: Hashable) -> None:
+        kept = self._promises.get(promise)
+        if kept is not None and not kept.done():
+            kept.set_result(None)
+
+    def break_promises(self, error: Exception) -> None:
+        for kept in self._promises.values():
+            if not kept.done():
+                kept.set_exception(error)
 
     async def opened(self) -> None:
         """Wait for the welcome. Unblocked by it, by a refusal, or by give_up_s."""

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 
 from transport.codec import Codec, checksum, total
 from transport.core.hub import HubCore, Send
-from transport.core.peers import ConsumerCore, Delivery, Parcel, ProducerCore, Verdict
+from transport.core.peers import ConsumerCore, Delivery, ProducerCore, Verdict
 from transport.errors import DecodeError, MessageInvalid, MessageTooLarge, UsageError
 from transport.port import CorePort, PeerPort, body_frames
 from transport.spec import DeadLetter, Held, HubStats
@@ -26,7 +26,6 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
     def __init__(self, address: str, stream: str, core: ProducerCore, codec: Codec[T]) -> None:
         super().__init__(address, f"outlet of stream {stream!r}", core)
         self._stream, self._codec = stream, codec
-        self._senders: dict[Parcel, asyncio.Future[None]] = {}
         self._idle = asyncio.Event()
 
     async def send(self, message: T, key: str) -> None:
@@ -50,13 +49,9 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
                 f"raise it or send less"
             )
         parcel = self.core.offer(key, size, checksum(*frames), frames)
-        accepted: asyncio.Future[None] = self.loop.create_future()
-        self._senders[parcel] = accepted
-        self.link.wake()
         try:
-            await accepted
+            await self.promised(parcel)
         finally:
-            self._senders.pop(parcel, None)
             if not parcel.accepted:
                 self.core.withdraw(parcel)
 
@@ -73,7 +68,7 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
                 self.flush(self.now())
                 await self.left()
         self.shut(1000)
-        self._fail_senders(UsageError(f"{self.name} at {self.address} was closed while sending"))
+        self.break_promises(UsageError(f"{self.name} at {self.address} was closed while sending"))
 
     # Driven by the owner task.
 
@@ -84,14 +79,10 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
         self.send_all(self.core.flush(now))
         self.note_session()
         for parcel in self.core.accepted:
-            sender = self._senders.pop(parcel, None)
-            if sender is not None and not sender.done():
-                sender.set_result(None)
+            self.keep(parcel)
         self.core.accepted.clear()
-        if self._senders:
-            fault = self.fault()
-            if fault is not None:
-                self._fail_senders(fault)
+        if (fault := self.fault()) is not None:
+            self.break_promises(fault)
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -99,12 +90,6 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
             self._idle.set()
         else:
             self._idle.clear()
-
-    def _fail_senders(self, error: Exception) -> None:
-        for sender in self._senders.values():
-            if not sender.done():
-                sender.set_exception(error)
-        self._senders.clear()
 
 
 class LeaseHandle(Generic[T]):
@@ -282,17 +267,13 @@ class Hub(CorePort):
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
         size = message.size if isinstance(message, Put) else 0
         if isinstance(message, Put) and (body is None or total(body_frames(body)) != size):
-            self.core.malformed += 1
-            if self.core.knows(route):  # unknown peers are only counted, so that they cannot flood the callback
-                reason = f"body is not of the {size} bytes that its header says"
-                self._quarantine(message.key, encode(message), body, reason)
+            reason = f"body is not of the {size} bytes that its header says"
+            self._quarantine(route, message.key, encode(message), body, reason)
             return
         self.core.on_message(self.now(), route, cast(ToHub, message), body)
 
     def on_malformed(self, route: bytes, frame: bytes) -> None:
-        self.core.malformed += 1
-        if self.core.knows(route):
-            self._quarantine("", frame[:4096], None, f"a frame of {len(frame)} bytes is no message of this protocol")
+        self._quarantine(route, "", frame[:4096], None, f"a frame of {len(frame)} bytes is no message of this protocol")
 
     def on_link_down(self) -> None:
         for delay_s in PROBE_DELAYS_S:
@@ -324,6 +305,8 @@ class Hub(CorePort):
             self._send_all(self.now(), self.core.probe())
             self.link.wake()
 
-    def _quarantine(self, key: str, header: bytes, body: Body, reason: str) -> None:
-        letter = DeadLetter(self.core.spec.name, key, header, b"".join(body_frames(body)), f"quarantined: {reason}")
-        self._on_dead_letter(letter)
+    def _quarantine(self, route: bytes, key: str, header: bytes, body: Body, reason: str) -> None:
+        self.core.malformed += 1
+        if self.core.knows(route):  # unknown peers are only counted, so that they cannot flood the callback
+            letter = DeadLetter(self.core.spec.name, key, header, b"".join(body_frames(body)), f"quarantined: {reason}")
+            self._on_dead_letter(letter)

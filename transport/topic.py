@@ -136,20 +136,12 @@ class TopicClient(PeerPort[TopicClientCore], TopicReader):
         super().__init__(address, "topic", core)
         self.entries = core.entries
         self._waiters = Waiters(core.entries)
-        self._publishers: dict[int, asyncio.Future[None]] = {}
 
     async def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key; returns when the server has it. Repeated after a reconnect, stored once."""
         self.check_usable()
         check_entry(key, value)
-        number = self.core.publish(key, value)
-        stored: asyncio.Future[None] = self.loop.create_future()
-        self._publishers[number] = stored
-        self.link.wake()
-        try:
-            await stored
-        finally:
-            self._publishers.pop(number, None)
+        await self.promised(self.core.publish(key, value))
 
     async def wait(self, revision: int, *prefixes: str) -> int:
         """See the stages' Topic. A fault and closing unblock it too."""
@@ -170,18 +162,14 @@ class TopicClient(PeerPort[TopicClientCore], TopicReader):
     def flush(self, now: float) -> None:
         self.send_all(self.core.flush(now))
         self.note_session()
-        oldest = self.core.waiting[0][0].number if self.core.waiting else None
-        for number, stored in self._publishers.items():
-            if (oldest is None or number < oldest) and not stored.done():
-                stored.set_result(None)
-        fault = self.fault()
-        if fault is not None:
+        for number in self.core.stored:
+            self.keep(number)
+        self.core.stored.clear()
+        if (fault := self.fault()) is not None:
             self._fail(fault)
         else:
             self._waiters.wake()
 
     def _fail(self, error: LinkError | UsageError) -> None:
         self._waiters.wake(everybody=True)
-        for stored in self._publishers.values():
-            if not stored.done():
-                stored.set_exception(error)
+        self.break_promises(error)

@@ -18,6 +18,8 @@ from transport import wire
 from transport.core.custody import stage_of
 from transport.core.session import PeerCore
 
+Writers = Mapping[str, frozenset[str]]  # by key
+ANYBODY: Writers = MappingProxyType({})
 BEAT_S = 5.0
 REMEMBERED_CLIENTS = 4096
 decode_entries = msgspec.msgpack.Decoder(dict[str, bytes]).decode
@@ -57,13 +59,7 @@ class Entries:
 
 
 class TopicServerCore:
-    def __init__(
-        self,
-        run_id: str,
-        epoch: int,
-        private: tuple[str, ...] = (),
-        writers: Mapping[str, frozenset[str]] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, run_id: str, epoch: int, private: tuple[str, ...] = (), writers: Writers = ANYBODY) -> None:
         """`writers`: the stages whose replicas may write a key, and what stands below it after a slash; `name/` is of
         the latter alone. Any client may write other keys."""
         self.run_id, self.epoch = run_id, epoch
@@ -175,6 +171,7 @@ class TopicClientCore(PeerCore):
         super().__init__(hello, give_up_s)
         self.entries = Entries()
         self.waiting: deque[tuple[wire.TopicPut, bytes]] = deque()  # published here, not yet acknowledged
+        self.stored: list[int] = []  # numbers of what was acknowledged: taken by the shell, which wakes the publishers
         self._number = 0
         self._server_revision = 0
         self._out: list[tuple[wire.ToTopic | wire.ToHub, wire.Body]] = []
@@ -197,7 +194,7 @@ class TopicClientCore(PeerCore):
         elif isinstance(message, wire.TopicAck):
             self.session.heard(now)
             while self.waiting and self.waiting[0][0].number <= message.number:
-                self.waiting.popleft()
+                self.stored.append(self.waiting.popleft()[0].number)
         else:
             self.session.on_message(now, message)
 
