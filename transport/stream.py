@@ -26,7 +26,6 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
     def __init__(self, address: str, stream: str, core: ProducerCore, codec: Codec[T]) -> None:
         super().__init__(address, f"outlet of stream {stream!r}", core)
         self._stream, self._codec = stream, codec
-        self._idle = asyncio.Event()
 
     async def send(self, message: T, key: str) -> None:
         """Hand over: returns once the hub has custody. Waits for credit and for the hub; a refusal unblocks it.
@@ -59,15 +58,8 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
         """Wait until the hub has everything that went out (at most `timeout_s`), say goodbye, leave."""
         if self.closed:
             return
-        with contextlib.suppress(TimeoutError):  # the hub may be gone; unaccepted messages were never promised
-            async with asyncio.timeout(timeout_s):
-                if self.fault() is None:
-                    self._note_idle()
-                    await self._idle.wait()
-                self.core.fin(self.now())
-                self.flush(self.now())
-                await self.left()
-        self.shut(1000)
+        self.core.fin(self.now())
+        await self.leave(timeout_s)  # the hub may be gone; unaccepted messages were never promised
         self.break_promises(UsageError(f"{self.name} at {self.address} was closed while sending"))
 
     # Driven by the owner task.
@@ -83,13 +75,6 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
         self.core.accepted.clear()
         if (fault := self.fault()) is not None:
             self.break_promises(fault)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        if self.core.idle:
-            self._idle.set()
-        else:
-            self._idle.clear()
 
 
 class LeaseHandle(Generic[T]):

@@ -219,6 +219,7 @@ class ProducerCore(PeerCore):
         self.waiting: deque[Parcel] = deque()
         self.unaccepted: dict[int, Parcel] = {}
         self.accepted: list[Parcel] = []  # taken by the shell, which wakes the senders
+        self._closing = False
         self._next_seq = 1
         self._quiet_beats = 0
 
@@ -260,9 +261,16 @@ class ProducerCore(PeerCore):
                 self._resend()
         if self.session.state == "open":
             self._pump()
-            if self.session.fin_pending and self.idle:
+            if (self._closing or self.session.fin_pending) and self.idle:
                 self.session.fin(now)
         return self.session.flush()
+
+    def fin(self, now: float, *, blame: bool = False) -> None:
+        """Say goodbye as soon as the hub has everything, or at once if it takes nothing more."""
+        if self.idle or self.session.refusal is not None or self.session.lost:
+            super().fin(now, blame=blame)
+        else:
+            self._closing = True
 
     @property
     def idle(self) -> bool:
