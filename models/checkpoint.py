@@ -159,12 +159,12 @@ def commit_directory(draft: Path, final: Path) -> None:
 
 def latest_checkpoint(root: Path) -> Path | None:
     """The newest complete checkpoint under `root` by (run generation, step), or None. A damaged one is passed over."""
-    return next(reversed(_complete(root)), None)
+    return next((path for path, _ in reversed(_complete(root))), None)
 
 
 def manifests(root: Path) -> list[Manifest]:
     """Of all complete checkpoints under `root`."""
-    return [read_manifest(path) for path in _complete(root)]
+    return [manifest for _, manifest in _complete(root)]
 
 
 def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path, Manifest] | None:
@@ -174,8 +174,7 @@ def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path,
     start would prune what can perhaps still be saved.
     """
     damaged: list[str] = []
-    for path in reversed(_complete(root, damaged)):
-        manifest = read_manifest(path)
+    for path, manifest in reversed(_complete(root, damaged)):
         try:
             verify_files(path, manifest)
         except CheckpointError as error:
@@ -204,7 +203,7 @@ def prune(root: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` complete checkpoints (at least one stays); return the removed directories."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least the newest checkpoint must stay; use 1 or more")
-    removed = _complete(root)[:-keep]
+    removed = [path for path, _ in _complete(root)[:-keep]]
     for path in removed:
         trash = path.with_name(f".{path.name}.removed")
         path.rename(trash)  # first out of sight: a half-removed directory must not be taken for a checkpoint
@@ -241,19 +240,17 @@ def file_xxh3(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def _complete(root: Path, damaged: list[str] | None = None) -> list[Path]:
+def _complete(root: Path, damaged: list[str] | None = None) -> list[tuple[Path, Manifest]]:
     """Complete checkpoints under root, oldest first; the faults of the damaged ones are added to `damaged`."""
-    found: list[tuple[int, int, Path]] = []
+    found: list[tuple[Path, Manifest]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if path.is_dir() and (not path.name.startswith(".") or _orphaned(path)):
             try:
-                manifest = read_manifest(path)
+                found.append((path, read_manifest(path)))
             except CheckpointError as error:
                 if damaged is not None:
                     damaged.append(str(error))
-            else:
-                found.append((manifest.run_generation, manifest.step, path))
-    return [path for _, _, path in sorted(found)]
+    return sorted(found, key=lambda one: (one[1].run_generation, one[1].step, one[0]))
 
 
 def _orphaned(path: Path) -> bool:

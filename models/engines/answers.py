@@ -107,12 +107,15 @@ def input_scores(url: str, output: GenerateOutput, count: int) -> npt.NDArray[np
     if output.aborted:
         reason = output.meta_info.finish_reason
         raise EngineAborted(url, (reason and reason.message) or "no reason was given")
+    name, entries = f"response {output.meta_info.id[:80]!r}", output.meta_info.input_token_logprobs or []
+    scored = [entry for entry in entries[max(len(entries) - count, 0) :] if entry[0] is not None]  # the first never is
+    if len(scored) != count:
+        raise EngineProtocolError(url, f"{name} scores {len(scored)} of {count} prompt tokens")
     try:
-        scored = [entry for entry in output.meta_info.input_token_logprobs or () if entry[0] is not None]
-        check_log_probs(f"response {output.meta_info.id[:80]!r}", scored)
-        return np.asarray(output.input_log_probs(count), dtype=np.float32)
+        check_log_probs(name, scored)
     except ValueError as error:
         raise EngineProtocolError(url, str(error)) from error
+    return np.array([value for value, _, _ in scored], dtype=np.float32)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class EngineClient(HttpClient):
         headers: Mapping[str, str] | None,
         limits: AnswerLimits,
     ) -> list[protocol.GenerateOutput]:
-        partial.begin(request.samples, self.early_boundary, limits)
+        partial.begin(limits, early_boundary=self.early_boundary)
         streamed = msgspec.structs.replace(request, stream=True)
         await self.stream("/generate", streamed, self._timeout_s, headers, partial)
         rejection = partial.rejection()

@@ -83,10 +83,6 @@ class MemoryAccount:
                 "/resume_memory_occupation with the tag weights first"
             )
 
-    def loaded(self) -> None:
-        """New weights are loaded."""
-        self.unloaded = False
-
     def check_weights(self) -> None:
         """Raise RequestRefused if there are no weights to read."""
         if self.unloaded:

@@ -227,36 +227,24 @@ CONFLICT: Final = 409  # smg's answer to a worker that it has, or has not forgot
 NOT_FOUND: Final = 404
 
 
-class RouterTraits(Struct, frozen=True):
-    """Fields of a request's body that one kind of router does not forward."""
-
-    dropped: frozenset[str]  # at the top
-    dropped_sampling: frozenset[str]
-
-
-TRAITS: Final = {
-    "sglang": RouterTraits(
-        dropped=frozenset(
-            {"routing_key", "return_routed_experts", "routed_experts_start_len", "input_logprob_temperature"}
-        ),
-        dropped_sampling=frozenset(
-            {"stop_regex", "spaces_between_special_tokens", "stream_interval", "logit_bias", "custom_params"}
-        ),
+_DROPPED_BY_BOTH: Final = frozenset({"stop_regex", "spaces_between_special_tokens", "stream_interval", "logit_bias"})
+# By kind of router: the fields that it drops at the top of a body, and among the sampling parameters.
+DROPPED: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
+    "sglang": (
+        frozenset({"routing_key", "return_routed_experts", "routed_experts_start_len", "input_logprob_temperature"}),
+        _DROPPED_BY_BOTH | {"custom_params"},
     ),
-    "smg": RouterTraits(
-        dropped=frozenset(),
-        dropped_sampling=frozenset({"stop_regex", "spaces_between_special_tokens", "stream_interval", "logit_bias"}),
-    ),
+    "smg": (frozenset(), _DROPPED_BY_BOTH),
 }
 
 
 def lost_fields(kind: str, request: GenerateRequest) -> tuple[str, ...]:
     """Names of the fields that are set in the request and that a router of this kind would not forward."""
-    traits = TRAITS[kind]
-    lost = [name for name in _set_fields(request) if name in traits.dropped]
+    at_top, in_params = DROPPED[kind]
+    lost = [name for name in _set_fields(request) if name in at_top]
     params = request.sampling_params
     for sample in params if isinstance(params, list) else [params]:
-        lost += [f"sampling_params.{name}" for name in _set_fields(sample) if name in traits.dropped_sampling]
+        lost += [f"sampling_params.{name}" for name in _set_fields(sample) if name in in_params]
     return tuple(dict.fromkeys(lost))
 
 

@@ -175,20 +175,6 @@ class GenerateOutput(Struct, frozen=True, kw_only=True):
             )
         return numbers
 
-    def input_log_probs(self, count: int) -> list[float]:
-        """[count] log-probs of the prompt's last tokens, each given all tokens before it.
-
-        Raises ValueError if the answer does not hold so many numbers: its first entry never is one.
-        """
-        entries = self.meta_info.input_token_logprobs or []
-        values = [value for value, _, _ in entries[max(len(entries) - count, 0) :] if value is not None]
-        if len(values) != count:
-            raise ValueError(
-                f"response {self.meta_info.id} scores {len(values)} of {count} prompt tokens; send return_logprob=True "
-                "and the position before the first of them as logprob_start_len"
-            )
-        return values
-
     @property
     def version_spans(self) -> list[VersionSpan]:
         """Half-open spans that cover all output tokens; a server that reports none made all with one version."""

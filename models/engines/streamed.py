@@ -184,6 +184,8 @@ class PartialOutputs:
     with the number of certain tokens of a sample.
     """
 
+    _limits: AnswerLimits
+
     def __init__(
         self,
         sent_label: str | None = None,
@@ -195,7 +197,6 @@ class PartialOutputs:
         self.chunks = 0
         self._samples: list[_Sample] = []
         self._early_boundary = False
-        self._limits: AnswerLimits | None = None
 
     @property
     def tokens(self) -> int:
@@ -222,14 +223,13 @@ class PartialOutputs:
     @property
     def most_bytes(self) -> float:
         """Of one event."""
-        limits = self._limits
-        return math.inf if limits is None or limits.answer_bytes is None else limits.answer_bytes
+        return self._limits.answer_bytes or math.inf
 
-    def begin(self, samples: int, early_boundary: bool, limits: AnswerLimits | None = None) -> None:
+    def begin(self, limits: AnswerLimits, *, early_boundary: bool) -> None:
         """Called by the client before it sends the request."""
         if self._samples:
             raise ValueError("a PartialOutputs holds one request; make a new one for each call")
-        self._samples = [_Sample() for _ in range(samples)]
+        self._samples = [_Sample() for _ in range(limits.samples)]
         self._limits = limits
         self._early_boundary = early_boundary
 
@@ -249,7 +249,7 @@ class PartialOutputs:
             self._samples[head.index] = _Sample()  # nothing of it is certain, not even its beginning
             raise
         if self._grew is not None and (news := sample.news()):
-            if self._limits is not None and self._limits.log_probs:
+            if self._limits.log_probs:
                 self._limits.check_entries(f"response {head.meta_info.id[:80]!r}", news)
             self._grew(head.index, news)
         if self._counted is not None and reason is None:
@@ -260,8 +260,6 @@ class PartialOutputs:
 
     def _check(self, count: int) -> None:
         """Raises StreamBroken if no response of this request can have so many tokens."""
-        if self._limits is None:
-            return
         if self.chunks > self._limits.chunks:
             raise StreamBroken(f"the stream has brought {self.chunks} chunks for {self.tokens} tokens, and no end")
         if self._limits.tokens is not None and count > self._limits.tokens:

@@ -59,7 +59,8 @@ class _Slot:
         self._map[: layout.data_start] = layout.header
         self.state = np.frombuffer(_allocated(directory / STATE_FILE, 8), dtype=np.uint64)
         self.data_start = layout.data_start
-        self.data = np.frombuffer(self._map, dtype=np.uint8, offset=layout.data_start)
+        self.bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.data = self.bytes[layout.data_start :]
         self.tensors = {item.spec.name: item for item in layout.tensors}
 
     def begin(self) -> None:
@@ -79,8 +80,7 @@ class _Slot:
         target = tensor_view(self._map, place.spec, place.start)
         if tensor.device.type == "cpu" and tensor.dtype == target.dtype and tensor.is_contiguous():
             # One thread of numpy copies twice as fast as one of torch.
-            base = self.data_start
-            np.copyto(self.data[place.start - base : place.end - base], tensor.reshape(-1).view(torch.uint8).numpy())
+            np.copyto(self.bytes[place.start : place.end], tensor.reshape(-1).view(torch.uint8).numpy())
         else:
             target.copy_(tensor)
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from models.engines.http_client import TRAITS
+from models.engines.http_client import DROPPED
 from tests.other_programs import served_app
 
 
@@ -171,7 +171,7 @@ class FakeRouter:
             return web.json_response({"error": {"message": "No available workers"}}, status=503)
         url = healthy[len(self.requests) % len(healthy)]
         body = await request.json()
-        for name in TRAITS[self.kind].dropped:
+        for name in DROPPED[self.kind][0]:
             body.pop(name, None)
         self.requests.append((url, body, dict(request.headers)))
         async with self._session.post(f"{url}/generate", json=body) as upstream:

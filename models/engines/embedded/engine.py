@@ -144,7 +144,7 @@ class EmbeddedEngine(EngineCore):
                 self._weights = self._transformer.weights
             else:
                 self.stepper.swap(lambda: self._weights.load(Path(path)), label)
-            self._memory.loaded()
+            self._memory.unloaded = False
 
         await self._between_requests(change, abort_all)
 

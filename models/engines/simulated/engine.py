@@ -112,7 +112,7 @@ class SimulatedEngine(EngineCore):
                 await self._drain()
                 await asyncio.sleep(self._update_s)
                 self.schedule.relabel(self._now, label if label is not None else self.schedule.label)
-                self._memory.loaded()
+                self._memory.unloaded = False
             finally:
                 self.schedule.release(self._now)
                 self._pump()

@@ -10,6 +10,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from models.engines.answers import input_scores
 from models.engines.client import EngineClient
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams, VersionSpan
 from models.engines.streamed import PartialOutputs
@@ -349,7 +350,7 @@ async def test_scores_do_not_hang_on_the_start_nor_on_the_cache(target: Target) 
     assert len(await target.client.score(IDS, len(IDS))) == 0
     for new in (0, 5):  # the temperature of sampling leaves scores alone
         [cool] = await target.client.generate(scoring(0, temperature=0.3, max_new_tokens=new))
-        np.testing.assert_allclose(cool.input_log_probs(11), whole, atol=1e-5)
+        np.testing.assert_allclose(input_scores("", cool, 11), whole, atol=1e-5)
 
 
 async def test_a_cached_prefix_ends_where_the_scores_begin(target: Target) -> None:
@@ -357,7 +358,7 @@ async def test_a_cached_prefix_ends_where_the_scores_begin(target: Target) -> No
     asked = [ask(ids, score_from=start, max_new_tokens=0) for start in (40, 40, 0)]
     [first], [again], [whole] = [await target.client.generate(request) for request in asked]
     assert (first.meta_info.cached_tokens, again.meta_info.cached_tokens) == (0, 40)
-    np.testing.assert_allclose(first.input_log_probs(19), again.input_log_probs(19), atol=1e-5)
+    np.testing.assert_allclose(input_scores("", first, 19), input_scores("", again, 19), atol=1e-5)
     assert whole.meta_info.cached_tokens == 0, "all logits are read, so nothing can come from the cache"
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.engines import streamed as module
+from models.engines.answers import AnswerLimits
 from models.engines.protocol import GenerateOutput, GenerateRequest, VersionSpan
 from models.engines.streamed import EventLines, PartialOutputs, StreamBroken
 from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable
@@ -36,9 +37,13 @@ def chunk(ids: list[int], total: int | None = None, label: str | None = "v1", **
     return json.dumps({"text": "".join(map(chr, ids)), "output_ids": ids, "meta_info": meta, **more}).encode()
 
 
+def unlimited(samples: int) -> AnswerLimits:
+    return AnswerLimits(None, False, 1 << 31, samples, None)
+
+
 def taken(*chunks: bytes, samples: int = 1, sent_label: str | None = None, early: bool = False) -> PartialOutputs:
     partial = PartialOutputs(sent_label)
-    partial.begin(samples, early)
+    partial.begin(unlimited(samples), early_boundary=early)
     for raw in chunks:
         assert partial.take(raw) is None
     return partial
@@ -136,7 +141,7 @@ def test_log_probs_of_other_tokens_are_an_error() -> None:
 
 def test_a_partial_is_for_one_request() -> None:
     with pytest.raises(ValueError, match="holds one request"):
-        taken(chunk([65])).begin(1, False)
+        taken(chunk([65])).begin(unlimited(1), early_boundary=False)
 
 
 @given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b and b"\r" not in b)), st.data())
@@ -233,7 +238,7 @@ def test_nothing_is_decoded_twice(decoded: list[bytes]) -> None:
 def test_news_are_given_out_once_and_each_chunk_is_decoded_once(cumulative: bool, decoded: list[bytes]) -> None:
     reported: list[int] = []
     partial = PartialOutputs(None, None, lambda index, entries: reported.extend(entry[1] for entry in entries))
-    partial.begin(1, early_boundary=False)
+    partial.begin(unlimited(1), early_boundary=False)
     for end in range(1, 101):
         ids = list(range(end)) if cumulative else [end - 1]
         partial.take(chunk(ids, None if cumulative else end))

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.http_client import ROUTING_KEY_HEADER, TRAITS, Role, RouterClient, RouterWorker, lost_fields, urls
+from models.engines.http_client import DROPPED, ROUTING_KEY_HEADER, Role, RouterClient, RouterWorker, lost_fields, urls
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.token import Token, run_token
 from models.errors import EngineProtocolError, EngineRefused, EngineUnauthorized, EngineUnreachable
@@ -226,4 +226,4 @@ async def test_odd_answers_of_a_router_are_reported(monkeypatch: pytest.MonkeyPa
 )
 def test_only_fields_that_are_set_are_lost(kind: str, fields: dict[str, Any], lost: tuple[str, ...]) -> None:
     assert lost_fields(kind, GenerateRequest(**fields)) == lost
-    assert set(TRAITS) == {"sglang", "smg"}
+    assert set(DROPPED) == {"sglang", "smg"}
