@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from transport.codec import Codec
-from transport.errors import DecodeError, MessageInvalid, UsageError
+from transport.errors import DecodeError, MessageInvalid
+from transport.stream import LeaseHandle
 from transport.wire import KEY_LIMIT
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class ChainLink(Generic[T]):
         part.behind += 1
         part.since = part.since or time.monotonic()
         try:
-            await self._queue.put(_ChainLease(message, key, part.attempt, partial(self.settled, key)))
+            await self._queue.put(LeaseHandle(message, key, part.attempt, partial(self.settled, key)))
         except BaseException:
             self.settled(key)
             raise
@@ -171,28 +171,6 @@ class ChainLink(Generic[T]):
                 del self._parts[name]
 
 
-class _ChainLease(Generic[T]):
-    """A message of a chain in the care of a stage. `settle` gets its one verdict: None, or why it is refused."""
-
-    __slots__ = ("_settle", "_settled", "attempt", "key", "message")
-
-    def __init__(self, message: T, key: str, attempt: int, settle: Callable[[str | None], None]) -> None:
-        self.message, self.key, self.attempt = message, key, attempt
-        self._settle, self._settled = settle, False
-
-    def done(self) -> None:
-        self._verdict(None)
-
-    def poison(self, reason: str) -> None:
-        self._verdict(reason)
-
-    def _verdict(self, refused: str | None) -> None:
-        if self._settled:
-            raise UsageError(f"message {self.key!r} was settled before; give each lease exactly one verdict")
-        self._settled = True
-        self._settle(refused)
-
-
 class EntryInlet(Generic[T]):
     """An inlet of a stage with a link behind it. At most `in_work` of its messages are in the care of the stage, while
     the inlet itself holds all those that the stages behind still work on."""
@@ -213,7 +191,7 @@ class EntryInlet(Generic[T]):
         if lease is None:
             return None
         self._link.entered(lease)
-        return _ChainLease(lease.message, lease.key, lease.attempt, partial(self._released, lease))
+        return LeaseHandle(lease.message, lease.key, lease.attempt, partial(self._released, lease))
 
     def _released(self, lease: Lease[T], refused: str | None) -> None:
         self._room.release()

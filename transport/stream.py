@@ -7,11 +7,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 from transport.codec import Codec, checksum, total
 from transport.core.hub import HubCore, Send
-from transport.core.peers import ConsumerCore, Delivery, ProducerCore, Verdict
+from transport.core.peers import ConsumerCore, Delivery, ProducerCore
 from transport.errors import DecodeError, MessageInvalid, MessageTooLarge, UsageError
 from transport.port import CorePort, PeerPort, body_frames
 from transport.spec import DeadLetter, Held, HubStats
@@ -78,24 +79,28 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
 
 
 class LeaseHandle(Generic[T]):
-    """One message in this replica's care; satisfies the stages' Lease. Exactly one verdict."""
+    """One message in this replica's care; satisfies the stages' Lease. `settle` gets its one verdict: None for done, or
+    why it is refused."""
 
-    __slots__ = ("_delivery", "_inlet", "attempt", "key", "message")
+    __slots__ = ("_settle", "_settled", "attempt", "key", "message")
 
-    def __init__(self, inlet: Inlet[T], delivery: Delivery, message: T) -> None:
-        self._inlet = inlet
-        self._delivery = delivery
-        self.message = message
-        self.key = delivery.work.key
-        self.attempt = delivery.attempt
+    def __init__(self, message: T, key: str, attempt: int, settle: Callable[[str | None], None]) -> None:
+        self.message, self.key, self.attempt = message, key, attempt
+        self._settle, self._settled = settle, False
 
     def done(self) -> None:
         """Release the message for good. Travels with the next batch; repeated until the hub confirms."""
-        self._inlet.settle(self._delivery, "done")
+        self._verdict(None)
 
     def poison(self, reason: str) -> None:
         """Refuse for good: the hub dead-letters it."""
-        self._inlet.settle(self._delivery, "poison", reason)
+        self._verdict(reason)
+
+    def _verdict(self, refused: str | None) -> None:
+        if self._settled:
+            raise UsageError(f"message {self.key!r} was settled before; give each lease exactly one verdict")
+        self._settled = True
+        self._settle(refused)
 
 
 class Inlet(PeerPort[ConsumerCore], Generic[T]):
@@ -131,14 +136,6 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
             self.core.drain()
             self.link.wake()
             self._wake(None)
-
-    def settle(self, delivery: Delivery, verdict: Verdict, reason: str = "") -> None:
-        if delivery.settled:
-            if self.closed or self.session.leaving:
-                return  # handed back at closing: the hub gives it to another consumer
-            raise UsageError(f"message {delivery.work.key!r} was settled before; give each lease exactly one verdict")
-        self.core.settle(delivery, verdict, reason)
-        self.link.wake()
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         """Hand everything back and leave, waiting `timeout_s` at most. `blame`: what was started here has failed."""
@@ -192,10 +189,15 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
         try:
             message = self._codec.decode(body_frames(delivery.body), work.size, work.checksum)
         except DecodeError as error:
-            self.settle(delivery, "poison", f"quarantined at {self.session.hello.replica}: {error}")
+            self._settle(delivery, f"quarantined at {self.session.hello.replica}: {error}")
             return None
         delivery.body = None
-        return LeaseHandle(self, delivery, message)
+        return LeaseHandle(message, work.key, delivery.attempt, partial(self._settle, delivery))
+
+    def _settle(self, delivery: Delivery, refused: str | None) -> None:
+        if not delivery.settled:  # else handed back at closing: the hub gives it to another consumer
+            self.core.settle(delivery, "done" if refused is None else "poison", refused or "")
+            self.link.wake()
 
 
 PROBE_DELAYS_S = (0.01, 0.1)  # a broken connection is reported a moment before its route is closed

@@ -15,10 +15,10 @@ from stages.messages import PromptGroup, RolloutSlice, Sample
 from tests.stages.stage_rig import idle, make_group, make_sample
 from tests.transport.memory_link import take_one
 from transport import ChainLink, EntryInlet, MessageInvalid, UsageError
-from transport.chain import _ChainLease
+from transport.stream import LeaseHandle
 
 
-class Entry(_ChainLease[int]):
+class Entry(LeaseHandle[int]):
     """A message that a hub has delivered; its verdict is kept."""
 
     def __init__(self, key: str, message: int = 0, attempt: int = 1) -> None:
