@@ -22,7 +22,7 @@ from msgspec import Struct
 from models.engines import protocol
 from models.engines.answers import AnswerLimits, check_request, input_scores, with_spans
 from models.engines.core import ALL_TAGS, MemoryRequest, MemoryTag
-from models.engines.http_client import HttpClient, T
+from models.engines.http_client import Headers, HttpClient, T
 from models.engines.streamed import PartialOutputs, StreamBroken
 from models.engines.token import Token
 from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
@@ -67,11 +67,7 @@ class EngineClient(HttpClient):
         self._timeout_s, self._control_timeout_s = timeout_s, control_timeout_s
 
     async def generate(
-        self,
-        request: protocol.GenerateRequest,
-        *,
-        partial: PartialOutputs | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, request: protocol.GenerateRequest, *, partial: PartialOutputs | None = None, headers: Headers = None
     ) -> list[protocol.GenerateOutput]:
         """Send one request and return its responses: prompts in order, and the `n` samples of each side by side. Their
         spans are filled in.
@@ -87,7 +83,10 @@ class EngineClient(HttpClient):
             raise RequestNotSent(self.base_url, str(error)) from error
         limits = AnswerLimits.of(request, self.vocab_size)
         if partial is not None:
-            return await self._streamed(request, partial, headers, limits)
+            partial.begin(limits, early_boundary=self.early_boundary)
+            streamed = msgspec.structs.replace(request, stream=True)
+            await self.stream("/generate", streamed, self._timeout_s, headers, partial)
+            return self._outputs(partial)
         body = await self.call("POST", "/generate", request, self._timeout_s, headers, limits.answer_bytes)
         if body[:1] == b"[":
             outputs = self.decode("/generate", body, list[protocol.GenerateOutput])
@@ -95,16 +94,8 @@ class EngineClient(HttpClient):
             outputs = [self.decode("/generate", body, protocol.GenerateOutput)]
         return [with_spans(output, output.version_spans, self.early_boundary) for output in outputs]
 
-    async def _streamed(
-        self,
-        request: protocol.GenerateRequest,
-        partial: PartialOutputs,
-        headers: Mapping[str, str] | None,
-        limits: AnswerLimits,
-    ) -> list[protocol.GenerateOutput]:
-        partial.begin(limits, early_boundary=self.early_boundary)
-        streamed = msgspec.structs.replace(request, stream=True)
-        await self.stream("/generate", streamed, self._timeout_s, headers, partial)
+    def _outputs(self, partial: PartialOutputs) -> list[protocol.GenerateOutput]:
+        """Of a stream that has ended."""
         rejection = partial.rejection()
         if rejection is not None:  # what would have been the status of an answer that is not streamed
             status, words = rejection.status_code or 500, rejection.message or "no reason was given"
@@ -236,7 +227,7 @@ class EngineClient(HttpClient):
         """True if the engine takes requests now; False while it is paused or gone."""
         return await self.is_ok("/ready")
 
-    async def weights_checker(self) -> list[Mapping[str, str]]:
+    async def weights_checker(self) -> list[dict[str, str]]:
         """Checksum by tensor name, for each rank."""
         body = await self.call("POST", "/weights_checker", protocol.CheckerRequest(), self._control_timeout_s)
         answer = self.decode("/weights_checker", body, protocol.CheckerAnswer)
@@ -249,16 +240,16 @@ class EngineClient(HttpClient):
     async def begin_update(self) -> None:
         """Open the bracket that tensor and group updates must be in. One that a broken update left open is closed."""
         try:
-            await self._update("/begin_weight_update", {})
+            await self.update("/begin_weight_update", {}, UPDATE_TIMEOUT_S)
         except EngineRefused as error:
             if _ALREADY_OPEN not in error.reason:
                 raise
             await self.end_update()
-            await self._update("/begin_weight_update", {})
+            await self.update("/begin_weight_update", {}, UPDATE_TIMEOUT_S)
 
     async def end_update(self) -> None:
         """Close the bracket. Raises EngineRefused if none is open."""
-        await self._update("/end_weight_update", {})
+        await self.update("/end_weight_update", {}, UPDATE_TIMEOUT_S)
 
     async def init_group(self, name: str, address: str, port: int, world_size: int, backend: str) -> None:
         """Have all ranks of the engine join a group as ranks 1 .. world_size - 1. Waits until they have met rank 0."""
@@ -270,11 +261,11 @@ class EngineClient(HttpClient):
             "group_name": name,
             "backend": backend,
         }
-        await self._update("/init_weights_update_group", request)
+        await self.update("/init_weights_update_group", request, UPDATE_TIMEOUT_S)
 
     async def destroy_group(self, name: str) -> None:
         """Have the engine leave a group. Raises EngineRefused if it is in none of that name."""
-        await self._update("/destroy_weights_update_group", {"group_name": name})
+        await self.update("/destroy_weights_update_group", {"group_name": name}, UPDATE_TIMEOUT_S)
 
     async def update_from_distributed(
         self, group: str, bucket: Bucket, *, label: str | None, flush_cache: bool
@@ -286,29 +277,21 @@ class EngineClient(HttpClient):
             "dtypes": [TORCH_NAMES[spec.dtype] for spec in specs],
             "shapes": [spec.shape for spec in specs],
             "group_name": group,
-            "weight_version": label,
-            "flush_cache": flush_cache,
             "load_format": "flattened_bucket",
-            "abort_all_requests": False,
         }
-        return await self._update("/update_weights_from_distributed", request, flush_cache)
+        return await self._load("/update_weights_from_distributed", request, label, flush_cache)
 
     async def update_from_tensor(self, payloads: list[str], *, label: str | None, flush_cache: bool) -> WeightsUpdated:
         """Load tensors from shared memory; one payload for each tensor-parallel rank."""
-        request = {
-            "serialized_named_tensors": payloads,
-            "weight_version": label,
-            "flush_cache": flush_cache,
-            "abort_all_requests": False,
-        }
-        return await self._update("/update_weights_from_tensor", request, flush_cache)
+        request = {"serialized_named_tensors": payloads}
+        return await self._load("/update_weights_from_tensor", request, label, flush_cache)
 
     async def checksum(self) -> str:
         """One digest (xxh3, hexadecimal) over the checksums of all tensors on all ranks, as the engine serves them.
 
         Engines agree only if they are of one kind and split alike: SGLang fuses and splits tensors.
         """
-        text = msgspec.json.encode([dict(rank) for rank in await self.weights_checker()], order="sorted")
+        text = msgspec.json.encode(await self.weights_checker(), order="sorted")
         return xxhash.xxh3_128_hexdigest(text)
 
     async def release_memory(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
@@ -320,8 +303,11 @@ class EngineClient(HttpClient):
         """Take the memory again. What was in it is undefined: update the weights before anything is generated."""
         await self.call("POST", "/resume_memory_occupation", MemoryRequest([*tags]), UPDATE_TIMEOUT_S)
 
-    async def _update(self, path: str, payload: Mapping[str, object], flush_cache: bool = False) -> WeightsUpdated:
-        return await self.update(path, payload, UPDATE_TIMEOUT_S, flush_cache)
+    async def _load(
+        self, path: str, tensors: Mapping[str, object], label: str | None, flush_cache: bool
+    ) -> WeightsUpdated:
+        about = {"weight_version": label, "flush_cache": flush_cache, "abort_all_requests": False}
+        return await self.update(path, {**tensors, **about}, UPDATE_TIMEOUT_S, flush_cache)
 
     async def _get(self, path: str, kind: type[T]) -> T:
         return self.decode(path, await self.call("GET", path, None, self._control_timeout_s), kind)

@@ -57,8 +57,8 @@ class ControlRoutes:
             "/flush_cache": self._flush,
             "/prepare_weights": self._prepare,
             "/update_weights_from_disk": self._update_from_disk,
-            "/begin_weight_update": self._begin,
-            "/end_weight_update": self._end,
+            "/begin_weight_update": self._begin_or_end,
+            "/end_weight_update": self._begin_or_end,
             "/update_weight_version": self._update_version,
             "/weights_checker": self._checker,
             "/release_memory_occupation": self._release_memory,
@@ -104,17 +104,14 @@ class ControlRoutes:
         message = "Succeeded to update model weights."
         return send(protocol.UpdateAnswer(success=True, message=message, num_paused_requests=waiting))
 
-    async def _begin(self, http: web.Request) -> web.Response:
-        if self._bracket:
+    async def _begin_or_end(self, http: web.Request) -> web.Response:
+        begins = http.path == "/begin_weight_update"
+        if begins and self._bracket:
             raise WeightsRefused("begin_weight_update was called already; call end_weight_update() first")
-        self._bracket = True
-        return send(protocol.UpdateAnswer(success=True, message="Weight update begun."))
-
-    async def _end(self, http: web.Request) -> web.Response:
-        if not self._bracket:
+        if not begins and not self._bracket:
             raise WeightsRefused("end_weight_update must follow begin_weight_update()")
-        self._bracket = False
-        return send(protocol.UpdateAnswer(success=True, message="Weight update ended."))
+        self._bracket = begins
+        return send(protocol.UpdateAnswer(success=True, message=f"Weight update {'begun' if begins else 'ended'}."))
 
     async def _tensor_route(self, http: web.Request) -> web.Response:
         name = http.path.strip("/")

@@ -22,6 +22,8 @@ from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBrok
 from models.engines.token import Token
 
 T = TypeVar("T")
+Payload = Struct | Mapping[str, object] | None
+Headers = Mapping[str, str] | None
 MOST_BYTES: Final = 64 << 20  # of an answer to a request that is not /generate
 MOST_REST: Final = 64 << 10  # after a stream's [DONE]
 UNAUTHORIZED: Final = (401, 403)
@@ -55,9 +57,9 @@ class HttpClient:
         self,
         method: str,
         path: str,
-        payload: Struct | Mapping[str, object] | None,
+        payload: Payload,
         timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        headers: Headers = None,
         most_bytes: int | None = None,
     ) -> bytes:
         """One exchange, returning the body. Waits for the answer; unblocked by it, by the timeout or by a lost
@@ -87,7 +89,7 @@ class HttpClient:
             ) from error
 
     async def stream(
-        self, path: str, payload: Struct, timeout_s: float, headers: Mapping[str, str] | None, partial: PartialOutputs
+        self, path: str, payload: Struct, timeout_s: float, headers: Headers, partial: PartialOutputs
     ) -> None:
         """POST, and feed the events of the answer to `partial` until the stream sends [DONE]. Waits for the
         next piece; unblocked by it, by the timeout or by a lost connection."""
@@ -127,12 +129,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def _answer(
-        self,
-        method: str,
-        path: str,
-        payload: Struct | Mapping[str, object] | None,
-        timeout_s: float,
-        headers: Mapping[str, str] | None,
+        self, method: str, path: str, payload: Payload, timeout_s: float, headers: Headers
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful answer whose body is still to be read."""
         data = None if payload is None else msgspec.json.encode(payload)

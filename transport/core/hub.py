@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import fields
 from typing import NamedTuple
@@ -56,7 +57,7 @@ class HubCore:
         self._due: dict[ProducerPeer | ConsumerPeer, None] = {}
         self._out: list[Send] = []
         self._wake_at: float | None = None
-        self._sessions = 0
+        self._sessions = itertools.count(1)
 
     # What comes in.
 
@@ -285,7 +286,7 @@ class HubCore:
             peer = self.producers.get(hello.incarnation) or self._departed.pop(hello.incarnation, None)
             if peer is None:
                 seqs = SeqWindow(hello.low_seq)
-                session = self._next_session()
+                session = next(self._sessions)
                 peer = ProducerPeer(route, hello.replica, hello.incarnation, silent_at, session, seqs=seqs)
             self.producers[hello.incarnation] = peer
             peer.limit_items, peer.limit_bytes = limits = self._limits(peer)
@@ -293,7 +294,7 @@ class HubCore:
         else:
             peer = self.consumers.get(hello.incarnation)
             if peer is None:
-                peer = ConsumerPeer(route, hello.replica, hello.incarnation, silent_at, self._next_session())
+                peer = ConsumerPeer(route, hello.replica, hello.incarnation, silent_at, next(self._sessions))
                 self.consumers[hello.incarnation] = peer
             peer.end_sent = False
             limits = (0, 0)
@@ -328,10 +329,6 @@ class HubCore:
                 self.custody.fail(item, f"replica {peer.replica!r} {how} while executing it")
             else:
                 self.custody.requeue(item, died=blame)
-
-    def _next_session(self) -> int:
-        self._sessions += 1
-        return self._sessions
 
     def _note(self, time: float) -> None:
         if self._wake_at is None or time < self._wake_at:

@@ -73,12 +73,18 @@ class TopicServerCore:
         self._newest: OrderedDict[str, int] = OrderedDict()  # publications stored, by incarnation
         self._out: list[tuple[bytes, wire.FromTopic, wire.Body]] = []
 
-    def publish(self, key: str, value: bytes) -> None:
-        self._change(key, value)
+    def publish(self, key: str, value: bytes | None) -> None:
+        """Put a key or, with None, drop it."""
+        self.entries.change({key: value})
+        if key.startswith(self.private):
+            return
+        self.shared_revision += 1
+        change = wire.TopicChange(self.epoch, self.shared_revision, key, value is None)
+        self._out.extend((route, change, value) for route in self.clients)
 
     def drop(self, key: str) -> None:
         if key in self.entries.values:
-            self._change(key, None)
+            self.publish(key, None)
 
     def dismiss(self, replica: str) -> None:
         """A replica has ended for good: its keys (`.../<replica>`) go, and what it sent before is stored no more. A
@@ -148,14 +154,6 @@ class TopicServerCore:
 
     def _ack(self, route: bytes, number: int) -> None:
         self._out.append((route, wire.TopicAck(self.epoch, number, self.shared_revision), None))
-
-    def _change(self, key: str, value: bytes | None) -> None:
-        self.entries.change({key: value})
-        if key.startswith(self.private):
-            return
-        self.shared_revision += 1
-        change = wire.TopicChange(self.epoch, self.shared_revision, key, value is None)
-        self._out.extend((route, change, value) for route in self.clients)
 
     def _remember(self, incarnation: str, number: int) -> None:
         self._newest[incarnation] = number

@@ -270,17 +270,18 @@ def router_launch(
     if policy == "session":
         given.offer("assignment-mode", "min_load")  # a new rollout goes where fewest are
     given.give("disable-retries")
-    given.give("request-timeout-secs", _request_timeout(config))
+    timeout_s = math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S
+    given.give("request-timeout-secs", timeout_s)
     given.offer("worker-startup-check-interval", 1)
     given.offer("log-level", "warn")
     _health(given, config)
-    _successor(given, config)
+    # What smg has beyond sglang-router, and would do to a paused engine: take its silence for a stall.
+    given.offer("disable-load-monitoring")
+    given.offer("disable-worker-overload-protection")
+    given.offer("disable-tokenizer-autoload")  # requests come as token ids
+    given.offer("stream-body-stall-timeout-secs", timeout_s)
     given.pass_on(config.router.router_args)
     return given.launch(_MODULE[part], f"http://{host}:{port}")
-
-
-def _request_timeout(config: Config) -> int:
-    return math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S
 
 
 def _health(given: Arguments, config: Config) -> None:
@@ -300,14 +301,6 @@ def _health(given: Arguments, config: Config) -> None:
     given.offer("health-check-timeout-secs", max(1, math.ceil(health.rollout_health_check_timeout)))
     given.offer("health-failure-threshold", health.rollout_health_check_failures)
     given.offer("health-success-threshold", 1)
-
-
-def _successor(given: Arguments, config: Config) -> None:
-    """What smg has beyond sglang-router, and would do to a paused engine: take its silence for a stall."""
-    given.offer("disable-load-monitoring")
-    given.offer("disable-worker-overload-protection")
-    given.offer("disable-tokenizer-autoload")  # requests come as token ids
-    given.offer("stream-body-stall-timeout-secs", _request_timeout(config))
 
 
 def require_router(part: Part, installed: Installed) -> None:
