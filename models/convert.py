@@ -78,7 +78,8 @@ def megatron_to_hf(megatron: Path, out: Path, hf: Path | None = None, sizes: dic
 
     _must_be_new(out)
     source = hf or _settings_of(megatron)
-    with _converted(megatron, source, sizes) as loaded:
+    with _processes():
+        loaded = _read_megatron(megatron, source, sizes)
         write_hf(out, loaded.export(), source, writes=loaded.rank == 0)
 
 
@@ -93,7 +94,8 @@ def verify(megatron: Path, hf: Path | None = None, sizes: dict[str, int] | None 
     wanted = _stored_checksums(megatron) if hf is None else checksums(hf)
     if not wanted:
         raise CheckpointUnavailable(f"{megatron / CHECKSUMS} does not exist; give --hf DIR to compare with")
-    with _converted(megatron, source, sizes) as loaded:
+    with _processes():
+        loaded = _read_megatron(megatron, source, sizes)
         found = _checksums(loaded)
         return [] if loaded.rank else _differences(wanted, found, loaded.hf_config)
 
@@ -137,15 +139,6 @@ def _processes() -> Iterator[None]:
             if "megatron.core.parallel_state" in sys.modules:  # its groups, if they were built
                 sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
             torch.distributed.destroy_process_group()
-
-
-@contextmanager
-def _converted(megatron: Path, source: Path, sizes: dict[str, int] | None) -> Iterator[Loaded]:
-    """The model of a Megatron directory, whose configuration is in `source`."""
-    with _processes():
-        loaded = _build(source, sizes, _stored_checksums(megatron))
-        _read_megatron(loaded, megatron)
-        yield loaded
 
 
 def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]) -> Loaded:
@@ -213,14 +206,17 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     torch.distributed.barrier()
 
 
-def _read_megatron(loaded: Loaded, directory: Path) -> None:
-    """Fill the chunk; collective. Raises `TrainStateUnreadable`."""
+def _read_megatron(directory: Path, source: Path, sizes: dict[str, int] | None) -> Loaded:
+    """The model of a Megatron directory, whose configuration is in `source`; collective. Raises
+    `TrainStateUnreadable`."""
     from models.train.megatron.checkpoint import empty_weights, put_weights, read_tensors
     from models.train.megatron.checkpoint_files import read_state
 
+    loaded = _build(source, sizes, _stored_checksums(directory))
     _state, index = read_state(directory)
     weights = _sharded(loaded)["weights"]
     put_weights(weights, read_tensors(directory, index, {"weights": empty_weights(weights)})["weights"])
+    return loaded
 
 
 # ---------------------------------------------------------------------- directories and command line

@@ -163,8 +163,9 @@ class Codec(Generic[T]):
             raise UsageError(
                 f"schema {schema!r} cannot travel: {error}; use structs, tagged unions or builtins"
             ) from error
-        self._accepts: tuple[type, ...] = _outer_types(info)
         parts = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+        structs = tuple(part.cls for part in parts if isinstance(part, msgspec.inspect.StructType))
+        self._accepts = structs if len(structs) == len(parts) else ()  # classes that a sent message must be one of
         self.name = "|".join(sorted(_short_name(part) for part in parts))
         self.hash = hashlib.sha256(_describe(info, []).encode()).hexdigest()[:16]
 
@@ -219,10 +220,3 @@ class Codec(Generic[T]):
 def _short_name(info: msgspec.inspect.Type) -> str:
     cls = getattr(info, "cls", None)
     return cls.__name__ if isinstance(cls, type) else type(info).__name__.removesuffix("Type").lower()
-
-
-def _outer_types(info: msgspec.inspect.Type) -> tuple[type, ...]:
-    """Struct classes that a sent message must be one of; empty when the schema is not made of structs alone."""
-    parts = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
-    classes = tuple(part.cls for part in parts if isinstance(part, msgspec.inspect.StructType))
-    return classes if len(classes) == len(parts) else ()

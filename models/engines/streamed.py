@@ -15,8 +15,10 @@ Invariants:
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 
 import msgspec
@@ -131,13 +133,8 @@ class _Sample:
 
     def news(self) -> list[LogprobEntry]:
         """The certain tokens since the last call. Each chunk is decoded once."""
-        new: list[Part] = []
-        for raw, total in reversed(self.sure):
-            if total <= self.reported:
-                break
-            new.append((raw, total))
         found: list[LogprobEntry] = []
-        for raw, total in reversed(new):
+        for raw, total in self.sure[bisect_right(self.sure, self.reported, key=itemgetter(1)) :]:
             chunk = _decode_chunk(raw)
             ids = chunk.output_ids
             start = self.reported if len(ids) >= total else 0  # else the chunk holds new tokens only

@@ -61,11 +61,6 @@ class Admission:
         """Tokens found or shared. As in SGLang, a context's last token never counts as cached."""
         return self.length - 1 if self.shared else self.start
 
-    @property
-    def computed(self) -> int:
-        """Tokens that the prefill computes for this request."""
-        return 0 if self.shared else self.length - self.start
-
 
 def plan(waiting: deque[Completion], table: SlotTable, generation: int) -> list[Admission]:
     """Take from the queue what fits into free slots and one prefill, and give out the slots."""

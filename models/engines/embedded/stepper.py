@@ -153,7 +153,7 @@ class Stepper:
             completion.mark_version(self.label, len(completion.output_ids))
             self.totals.prompt_tokens += admission.length
             self.totals.cached_tokens += admission.cached
-            self.totals.computed_prompt_tokens += admission.computed
+            self.totals.computed_prompt_tokens += 0 if admission.shared else admission.length - admission.start
             if completion.stream or completion.stop_strings:
                 self._watched.add(admission.slot)
         logits = self._prefill.run(admissions)

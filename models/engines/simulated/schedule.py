@@ -96,9 +96,9 @@ class Schedule:
         """End completions as aborted, with the output of the whole steps they have seen."""
         self.advance(now)
         doomed = {id(c) for c in completions if c.finish is None}
-        for key in [key for key in self._running if key in doomed]:
-            self._leave(self._running[key])
-            self._end(self._running.pop(key), ABORTED)
+        for job in [job for key, job in self._running.items() if key in doomed]:
+            self._leave(job)
+            self._end(job, ABORTED)
         for job in self._waiting:
             if id(job.completion) in doomed:
                 self._end(job, ABORTED)
@@ -203,7 +203,6 @@ class Schedule:
             if self._alive(entry):
                 job = entry[2]
                 self._leave(job)
-                del self._running[id(job.completion)]
                 self._end(job, self._reason(job))
         while self._running and self._kv + len(self._running) > self.config.kv_tokens:
             self._retract(next(reversed(self._running.values())))
@@ -273,15 +272,15 @@ class Schedule:
         return job.done + (self.totals.steps - job.since if running else 0)
 
     def _leave(self, job: _Job) -> None:
-        """Take a running job's tokens out of the cache and into its record. The caller removes it."""
+        """Take a running job out of the batch, and its tokens out of the cache and into its record."""
         job.done = self._produced(job)
+        del self._running[id(job.completion)]
         self._streaming.pop(id(job.completion), None)
         self._scoring -= job.scores
         self._kv -= job.completion.prompt_tokens + job.done
 
     def _retract(self, job: _Job) -> None:
         self._leave(job)
-        del self._running[id(job.completion)]
         job.completion.retractions += 1
         self.totals.retractions += 1
         self._waiting.appendleft(job)
