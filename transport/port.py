@@ -203,7 +203,7 @@ class PeerPort(CorePort, Generic[C]):
     def on_link_up(self) -> None:
         super().on_link_up()
         if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
-            self.core.on_link_up(self.now())
+            self.session.say_hello(self.now())
 
     def send_all(self, out: Sequence[tuple[ToHub | ToTopic, Body]]) -> None:
         for message, body in out:
@@ -264,7 +264,7 @@ class PeerPort(CorePort, Generic[C]):
 
     async def opened(self) -> None:
         """Wait for the welcome. Unblocked by it, by a refusal, or by give_up_s."""
-        self.core.start(self.now())
+        self.session.start(self.now())
         self.link.wake()
         await self._opened.wait()
         fault = self.fault()
@@ -285,7 +285,7 @@ class PeerPort(CorePort, Generic[C]):
         self.shut(1000)
 
     def core_timer(self, now: float) -> None:
-        self.core.on_timer(now)
+        self.session.on_timer(now)
 
     def core_deadline(self) -> float | None:
-        return self.core.deadline()
+        return self.session.deadline()

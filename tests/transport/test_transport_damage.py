@@ -94,13 +94,13 @@ def test_a_hub_goes_on() -> None:
 def delivers(hub: HubCore, now: float) -> bool:
     """Whether a message of a new producer comes to a new consumer, who takes all that is there."""
     producer, consumer = ProducerCore(hello("producer", 8)), ConsumerCore(hello("consumer", 8), 8, 1 << 30)
-    producer.start(now)
-    consumer.start(now)
+    producer.session.start(now)
+    consumer.session.start(now)
     producer.offer("the last", 3, 0, b"abc")
     for _ in range(2000):
         now += 0.01
         for route, core in ((b"p", producer), (b"c", consumer)):
-            core.on_timer(now)
+            core.session.on_timer(now)
             for message, body in core.flush(now):
                 hub.on_message(now, route, message, body)
         hub.on_timer(now)
@@ -120,7 +120,7 @@ def delivers(hub: HubCore, now: float) -> bool:
 def test_its_peers_go_on(role: wire.Role) -> None:
     rng = random.Random(role)
     core: Any = ProducerCore(hello(role, 0)) if role == "producer" else ConsumerCore(hello(role, 0), 8, 1 << 16)
-    core.on_link_up(0.0)
+    core.session.say_hello(0.0)
     messages = [
         *(wire.Welcome(epoch, session, 30.0, 1 << 20, 8, 1 << 16, 0, 0) for epoch, session in ((1, 1), (1, 2), (2, 2))),
         wire.Who(), wire.End(1), wire.Fin(), wire.FinAck(), wire.Refuse("refused", "why"),
@@ -137,7 +137,7 @@ def test_its_peers_go_on(role: wire.Role) -> None:
         elif role == "consumer" and (delivery := core.take()) is not None:
             core.settle(delivery, "done")
         if taken % 20 == 0:
-            core.on_timer(taken / 100)
+            core.session.on_timer(taken / 100)
         core.flush(taken / 100)
     assert taken > ANSWERS / 20
 
@@ -177,12 +177,12 @@ class Pair:
         for number in range(3):
             route = bytes([number])
             self.clients[route] = TopicClientCore(greeting(number))
-            self.clients[route].start(0.0)
+            self.clients[route].session.start(0.0)
 
     def exchange(self) -> None:
         self.now += 1.0
         for route, client in self.clients.items():
-            client.on_timer(self.now)
+            client.session.on_timer(self.now)
             for message, body in client.flush(self.now):
                 if self.rng.random() >= self.drop:
                     received: Any = wire.decode_to_topic(wire.encode(message))
@@ -207,7 +207,7 @@ def test_all_copies_agree_in_the_end_and_each_publication_is_stored_once(seed: i
             pair.server.publish(key, b"%d" % step)
         for route, client in pair.clients.items():
             if step % 7 == 0:
-                client.on_link_up(pair.now)  # and what was under way is lost
+                client.session.say_hello(pair.now)  # and what was under way is lost
                 client.flush(pair.now)
             client.publish(f"of {route[0]}", b"%d" % step)
         pair.exchange()
@@ -219,7 +219,7 @@ def test_all_copies_agree_in_the_end_and_each_publication_is_stored_once(seed: i
             newest[route] = stored
     pair.drop = 0.0
     for client in pair.clients.values():
-        client.on_link_up(pair.now)
+        client.session.say_hello(pair.now)
     for _ in range(10):
         pair.exchange()
     for client in pair.clients.values():

@@ -13,8 +13,8 @@ from transport.core import custody as custody_module
 from transport.core.custody import ConsumerPeer, Custody, Item
 from transport.core.hub import HubCore
 from transport.core.peers import ConsumerCore, ProducerCore
-from transport.core.session import Capacity, KeyMemory, SendCredit, SeqWindow
-from transport.wire import Report, Who
+from transport.core.session import Capacity, KeyMemory, SendCredit, SeqWindow, Session
+from transport.wire import Report
 
 SCENARIOS = {
     "calm": Scenario(),
@@ -65,7 +65,7 @@ def test_a_suspect_of_a_keyed_stream_goes_to_who_holds_its_like(seed: int) -> No
 
 Change = tuple[type, str, Any]
 work, report, welcome, settled = ConsumerCore._work, ConsumerCore._report, ConsumerCore._welcome, ConsumerCore._settled
-to_consumer, to_hub, tick = ConsumerCore.on_message, HubCore.on_message, HubCore.on_timer
+to_hub, tick = HubCore.on_message, HubCore.on_timer
 leave, reported, fail = HubCore._leave, HubCore._report, Custody.fail
 
 
@@ -142,13 +142,14 @@ def not_resent(self: ProducerCore) -> None:
     self._quiet_beats = 0
 
 
-def link_believed(self: ConsumerCore, now: float) -> None:
-    self.session.state = "open"
+greet = Session.say_hello
 
 
-def deaf_to_who(self: ConsumerCore, now: float, message: Any, body: Any = None) -> None:
-    if not isinstance(message, Who):
-        to_consumer(self, now, message, body)
+def link_believed(self: Session, now: float) -> None:
+    if self.epoch is None:
+        greet(self, now)
+    else:
+        self.state = "open"
 
 
 RESENT = Scenario(duplicate=0.1, cuts=4)
@@ -210,7 +211,7 @@ MUTANTS: dict[str, tuple[Scenario, *tuple[Change, ...]]] = {
     ),
     "only the newest link is believed to be up": (
         Scenario(cuts=8, consumer_deaths=1, patience_s=60.0),
-        (ConsumerCore, "on_link_up", link_believed), (ConsumerCore, "on_message", deaf_to_who),
+        (Session, "say_hello", link_believed),
     ),
 }  # fmt: skip
 

@@ -69,7 +69,7 @@ class Simulation(World):
 
     def _link_up(self, host: Host) -> None:
         if host.alive and self.now >= host.frozen_until:
-            host.core.on_link_up(self.now)
+            host.core.session.say_hello(self.now)
             self._flush_host(host)
 
     def _leave(self) -> None:

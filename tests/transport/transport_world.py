@@ -206,7 +206,7 @@ class World:
         self._flush_host(host)
 
     def _plan_timer(self, host: Host) -> None:
-        deadline = host.core.deadline()
+        deadline = host.core.session.deadline()
         if deadline is not None and deadline < host.timer_at:
             host.timer_at = deadline
             self.at(max(0.0, deadline - self.now), lambda: self._timer(host))
@@ -219,7 +219,7 @@ class World:
             self.at(host.frozen_until - self.now, lambda: self._timer(host))
             host.timer_at = host.frozen_until
             return
-        host.core.on_timer(self.now)
+        host.core.session.on_timer(self.now)
         self._wake(host)
 
     # Processes.
@@ -233,7 +233,7 @@ class World:
     def _start(self, host: Host) -> Host:
         self.hosts.append(host)
         self._connect(host)
-        host.core.start(self.now)
+        host.core.session.start(self.now)
         self._flush_host(host)
         return host
 

@@ -220,12 +220,7 @@ class ProducerCore(PeerCore):
         self.unaccepted: dict[int, Parcel] = {}
         self.accepted: list[Parcel] = []  # taken by the shell, which wakes the senders
         self._closing = False
-        self._next_seq = 1
         self._quiet_beats = 0
-
-    def on_link_up(self, now: float) -> None:
-        self._renew_hello()
-        super().on_link_up(now)
 
     def offer(self, key: str, size: int, checksum: int, body: wire.Body) -> Parcel:
         parcel = Parcel(key, size, checksum, body)
@@ -246,12 +241,7 @@ class ProducerCore(PeerCore):
             changed = self.session.on_message(now, message)
             self._welcome(message, changed or known_as not in (0, message.session), awaited)
         else:
-            self._renew_hello()
             self.session.on_message(now, message)
-
-    def on_timer(self, now: float) -> None:
-        self._renew_hello()
-        super().on_timer(now)
 
     def flush(self, now: float) -> list[tuple[wire.ToHub, wire.Body]]:
         if self.session.beat_due(now):
@@ -276,16 +266,13 @@ class ProducerCore(PeerCore):
     def idle(self) -> bool:
         return not self.waiting and not self.unaccepted
 
-    def _renew_hello(self) -> None:
-        self.session.renew_hello(self._next_seq)
-
     def _pump(self) -> None:
         credit = self.credit
         while self.waiting and credit.free_items and credit.sent_bytes < credit.limit_bytes:
             parcel = self.waiting.popleft()
             if not parcel.seq:
-                parcel.seq = self._next_seq
-                self._next_seq += 1
+                parcel.seq = self.session.next_seq
+                self.session.next_seq += 1
             parcel.sent = True
             credit.use(parcel.size)
             self.unaccepted[parcel.seq] = parcel
@@ -328,5 +315,5 @@ class ProducerCore(PeerCore):
             parcel.seq = 0
             self.waiting.appendleft(parcel)
         self.unaccepted.clear()
-        self._next_seq = first_seq
+        self.session.next_seq = first_seq
         self.credit = SendCredit()

@@ -25,22 +25,10 @@ State = Literal["new", "greeting", "open", "leaving", "left"]
 
 
 class PeerCore:
-    """Base of the protocol cores of all peers: each has a session, which has its timer."""
+    """Base of the protocol cores of all peers: each has a session, which the shell starts, and which has the timer."""
 
     def __init__(self, hello: Hello, give_up_s: float | None) -> None:
         self.session = Session(hello, give_up_s)
-
-    def start(self, now: float) -> None:
-        self.session.start(now)
-
-    def on_link_up(self, now: float) -> None:
-        self.session.say_hello(now)
-
-    def on_timer(self, now: float) -> None:
-        self.session.on_timer(now)
-
-    def deadline(self) -> float | None:
-        return self.session.deadline()
 
     def fin(self, now: float, *, blame: bool = False) -> None:
         self.session.fin(now, blame=blame)
@@ -63,6 +51,7 @@ class Session:
         self._beat_at = 0.0
         self._beat_due = False
         self.session = 0
+        self.next_seq = 1  # of a producer's messages
         self.fin_pending = False  # the hub lost this peer during the goodbye: greet, report, say goodbye again
         self.blame = False
 
@@ -80,12 +69,8 @@ class Session:
             return
         self.fin_pending = self.fin_pending or self.state == "leaving"
         self.state = "greeting"
-        self.out.append((self.hello, None))
+        self.out.append((structs.replace(self.hello, low_seq=self.next_seq), None))
         self._beat_at = now + self._interval(HELLO_RETRY_S)
-
-    def renew_hello(self, low_seq: int) -> None:
-        if low_seq != self.hello.low_seq:
-            self.hello = structs.replace(self.hello, low_seq=low_seq)
 
     def heard(self, now: float) -> None:
         self._heard_at = now
