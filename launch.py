@@ -45,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _refuse(("interrupted",), 130, as_json=as_json)
     except Exception as error:
-        # The pipeline's errors for a user say which exit code they mean; anything else is a defect and shows itself.
-        code = getattr(error, "exit_code", None)
-        if not isinstance(code, int):
+        from pipeline.errors import for_user
+
+        if (ended := for_user(error)) is None:  # a defect, which shows itself
             raise
-        return _refuse(getattr(error, "faults", (str(error),)), code, as_json=as_json)
+        return _refuse(getattr(ended, "faults", (str(ended),)), ended.exit_code, as_json=as_json)
 
 
 def load_config(flags: Sequence[str]) -> Config:

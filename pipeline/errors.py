@@ -167,8 +167,10 @@ def user_error(error: BaseException) -> str | None:
     return str(error) if isinstance(error, (*USER_ERRORS, AddressError, SecurityError)) else None
 
 
-def for_user(error: BaseException) -> UsageError | None:
+def for_user(error: BaseException) -> RunError | None:
     """The error with which a run ends for this one, or None if that is a defect."""
+    if isinstance(error, RunError):
+        return error
     kind = NothingTrained if isinstance(error, Starved) else UsageError
     return None if (sentence := user_error(error)) is None else kind(sentence)
 

@@ -91,8 +91,6 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
         return 130
     except BaseException as error:
         cause = leaf(error)
-        if isinstance(cause, RunError):
-            raise cause from error
         if isinstance(cause, OSError) and cause.errno is not None and _of(directory, cause):
             raise disk_error(directory, cause) from error
         if (ended := for_user(cause)) is None:

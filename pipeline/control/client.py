@@ -28,30 +28,13 @@ import msgspec
 
 from models.checkpoint import latest_checkpoint
 from models.disk import read_file
-from pipeline.control.endpoint import (
-    CONTROL_FILE,
-    Command,
-    ControlAddress,
-    Drain,
-    EngineStatus,
-    Kill,
-    Pause,
-    QueueStatus,
-    Reply,
-    Request,
-    Resume,
-    RunStatus,
-    Save,
-    Scale,
-    Set,
-    Status,
-)
+from pipeline.control.endpoint import CONTROL_FILE, Command, ControlAddress, EngineStatus, Reply, Request, RunStatus
 from pipeline.errors import CommandRefused, NotRunning, UsageError
 from pipeline.facts.run_directory import LOCK_FILE, SEAL_PREFIX, RunDir, in_use
 from pipeline.facts.run_log import RUN_LOG, show
 from pipeline.facts.stats import LedgerCounts, StageRow, visible
 from pipeline.observe.summary import read_summary
-from pipeline.observe.table import duration, goodput_text, number, quantity
+from pipeline.observe.table import columns, duration, goodput_text, number, quantity
 from pipeline.record.metrics import read_metrics
 
 COLUMNS: Final = 80
@@ -77,7 +60,7 @@ def table(status: RunStatus) -> str:
         ("staleness", stale),
         ("groups", _groups(run.ledger)),
     ]
-    lines = [_cut(f"{name:<10} {value}") for name, value in rows]
+    lines = [f"{name:<10} {value}" for name, value in rows]
     goodput = "" if run.goodput.goodput is None else goodput_text(run.goodput)
     for name, text in (
         ("goodput", goodput),
@@ -86,14 +69,14 @@ def table(status: RunStatus) -> str:
         ("advice", run.advice),
     ):
         lines += textwrap.wrap(text, COLUMNS, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
-    lines += ["", *_columns(_STAGES, [_stage(row, status.replicas.get(row.stage)) for row in run.stages])]
+    lines += ["", *columns([_STAGES, *(_stage(row, status.replicas.get(row.stage)) for row in run.stages)])]
     if status.engines:
-        lines += ["", *_columns(_ENGINES, [_engine(engine) for engine in status.engines])]
-    lines += ["", *_columns(_QUEUES, [_queue(queue) for queue in status.queues])]
+        lines += ["", *columns([_ENGINES, *map(_engine, status.engines)])]
+    queues = [(one.stream, str(one.queued), str(one.leased), str(one.consumers)) for one in status.queues]
+    lines += ["", *columns([_QUEUES, *queues])]
     if status.changes:
-        lines.append("")
-        lines += [_cut(f"step {change.step}: {change.what} {change.value}".rstrip()) for change in status.changes[-5:]]
-    return "\n".join(lines)
+        lines += ["", *(f"step {one.step}: {one.what} {one.value}".rstrip() for one in status.changes[-5:])]
+    return "\n".join(map(_cut, lines))
 
 
 _STAGES: Final = ("stage", "repl.", "busy", "starved", "blocked", "stalled", "queue", "work", "items/s", "failed")
@@ -119,19 +102,6 @@ def _engine(engine: EngineStatus) -> tuple[str, ...]:
     idle = "-" if engine.idle is None else f"{engine.idle:.0%}"
     load = (str(engine.running), str(engine.waiting), str(engine.limit or "-"))
     return (engine.name, engine.state, version, *load, idle)
-
-
-def _queue(queue: QueueStatus) -> tuple[str, ...]:
-    return (queue.stream, str(queue.queued), str(queue.leased), str(queue.consumers))
-
-
-def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned; numbers to the right of their column, names to the left."""
-    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
-    return [
-        _cut("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]))
-        for row in (heads, *rows)
-    ]
 
 
 def _cut(line: str) -> str:
@@ -216,7 +186,7 @@ def ask(run: Path, command: Command) -> Reply:
 
 def _exchange(address: ControlAddress, command: Command) -> Reply | None:
     """The reply, None if no process listens."""
-    request = msgspec.json.encode(Request(address.token, command)) + b"\n"
+    request = msgspec.json.encode(Request(address.token, msgspec.Raw(msgspec.json.encode(command)))) + b"\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(TIMEOUT_S)
         try:
@@ -251,17 +221,15 @@ def _why(status: RunStatus) -> str:
 
 
 def _command(arguments: argparse.Namespace) -> Command:
-    match arguments.command:
-        case "scale":
-            return Scale(dict(_count(text) for text in arguments.changes))
-        case "set":
-            return Set(dict(_setting(text) for text in arguments.changes))
-        case "kill":
-            return Kill(arguments.replica)
-    plain: dict[str, Command] = {
-        "status": Status(), "pause": Pause(), "resume": Resume(), "save": Save(), "drain": Drain()
-    }  # fmt: skip
-    return plain[arguments.command]
+    fields: dict[str, object] = {"type": arguments.command}
+    if arguments.command == "scale":
+        fields["counts"] = dict(_count(text) for text in arguments.changes)
+    if arguments.command == "set":
+        fields["changes"] = dict(_setting(text) for text in arguments.changes)
+    if arguments.command == "kill":
+        fields["replica"] = arguments.replica
+    command: Command = msgspec.convert(fields, Command)
+    return command
 
 
 def _count(text: str) -> tuple[str, int]:

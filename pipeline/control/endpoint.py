@@ -77,8 +77,10 @@ Command = Status | Scale | Pause | Resume | Drain | Save | Set | Kill
 
 
 class Request(Struct, frozen=True):
+    """The command is decoded once the token was checked."""
+
     token: str
-    command: Command
+    command: msgspec.Raw  # a `Command`
 
 
 class EngineStatus(Struct, frozen=True):
@@ -137,13 +139,6 @@ MOST_CONNECTIONS: Final = 8
 REFUSED: Final = Reply(False, ("the token is not that of this run",))
 
 Answer = Callable[[Command], Awaitable[Reply]]
-
-
-class UnverifiedRequest(msgspec.Struct, frozen=True):
-    """A request whose command is not decoded yet."""
-
-    token: str
-    command: msgspec.Raw
 
 
 @contextlib.asynccontextmanager
@@ -210,14 +205,14 @@ class ControlServer:
 
     async def _answered(self, line: bytes) -> Reply:
         try:
-            token = msgspec.json.decode(line, type=UnverifiedRequest).token
+            request = msgspec.json.decode(line, type=Request)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return Reply(False, ("a request is one line of JSON with token and command",))
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             log.warning("a request with a wrong token was refused")
             return REFUSED
         try:
-            command = msgspec.json.decode(line, type=Request).command
+            command: Command = msgspec.json.decode(request.command, type=Command)
         except (msgspec.MsgspecError, RecursionError) as error:
             return Reply(False, (f"the command cannot be read: {error}",))
         try:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
 from msgspec import Struct
 
 from configs.graph import engine_count, replicas
@@ -42,15 +41,6 @@ class StageStats(Struct, frozen=True):
     extra: dict[str, float] = {}
     held: dict[str, float] = {}  # in a chain: groups that wait for it or are in its care, with the seconds since
 
-    def encode(self) -> bytes:
-        """The bytes of the topic value."""
-        return msgspec.msgpack.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> StageStats:
-        """Inverse of `encode`; raises msgspec.MsgspecError."""
-        return msgspec.msgpack.decode(data, type=StageStats)
-
 
 class Changed(Struct, frozen=True, tag="change"):
     """The user, or `--autoscale`, changed the running run: after `step` batches `what` became `value`.
@@ -69,9 +59,6 @@ class GoodputFigures(Struct, frozen=True):
     lost: dict[str, float] = {}
     waste: dict[str, int] = {}  # tokens by cause
     recomputed_tokens: int = 0  # read again by an engine that continued a response
-
-
-NOTHING_MEASURED: Final = GoodputFigures()
 
 
 class LedgerCounts(Struct, frozen=True):
@@ -146,7 +133,7 @@ class RunSnapshot:
     alarms: tuple[str, ...] = ()  # what goes wrong with the training: its name, a colon, the sentence
     supervised: bool = False  # labels are learnt: there is a loss, and neither reward nor staleness
     loss: float | None = None
-    goodput: GoodputFigures = NOTHING_MEASURED
+    goodput: GoodputFigures = field(default_factory=GoodputFigures)
 
 
 class Ring:
@@ -208,16 +195,18 @@ def visible(text: str) -> str:
     return text.translate(_PICTURES)
 
 
+OUTAGES: Final = {
+    "router": "new requests wait for it, its pending requests continue at the engines directly",
+    "engines": "the engines keep their weights until it is back",
+    "fetcher": "the engines of its node keep their weights until it is back",
+    "frozen": "its requests wait until it is back",
+}
+
+
 def outage_text(config: Config, kind: str) -> str:
     """What happens to the work of a process while it is down. `kind`: engine, frozen, router, or the name of a
     stage."""
-    if kind == "router":
-        return "new requests wait for it, its pending requests continue at the engines directly"
-    if kind == "engines":
-        return "the engines keep their weights until it is back"
-    if kind == "fetcher":
-        return "the engines of its node keep their weights until it is back"
-    if kind == "frozen":
-        return "its requests wait until it is back"
+    if kind in OUTAGES:
+        return OUTAGES[kind]
     count = engine_count(config) if kind == "engine" else replicas(config).get(kind, 1)
     return "its work goes to others" if count > 1 else "its work waits until it is back"

@@ -24,7 +24,7 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -245,12 +245,14 @@ def trainers_gpu(config: Config) -> int | None:
     return int(device.partition(":")[2] or 0)
 
 
-def slices(visible: Sequence[str], engines: int, per_engine: int, trainer: int | None) -> tuple[tuple[str, ...], ...]:
-    """GPUs of each engine. No I/O. Raises UsageError if there are too few."""
+def slices(
+    visible: Sequence[str], engines: int, per_engine: int, taken: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
+    """GPUs of each engine: those that are not taken, or all if that leaves too few. Raises UsageError for too few."""
     if not visible:
         return ((),) * engines
     needed = engines * per_engine
-    free = [gpu for place, gpu in enumerate(visible) if place != trainer]
+    free = [gpu for gpu in visible if gpu not in taken]
     usable = free if needed <= len(free) else list(visible)
     if needed > len(usable):
         raise UsageError(
@@ -288,14 +290,12 @@ def trainer_group_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...
 
 def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[tuple[str, ...], ...]:
     """GPUs of each engine: those without a trainer, or all if that leaves too few. Raises UsageError."""
-    per_engine = config.sglang.rollout_num_gpus_per_engine
-    if config.asynchrony.colocate:
-        return slices(visible, engines, per_engine, None)  # the trainer's too: they take turns
-    if not needs_trainer_group(config):
-        return slices(visible, engines, per_engine, trainers_gpu(config))
-    taken = trainer_group_gpus(config, visible)
-    free = [gpu for gpu in visible if gpu not in taken]
-    return slices(free if engines * per_engine <= len(free) else visible, engines, per_engine, None)
+    trainer, taken = trainers_gpu(config), tuple[str, ...]()
+    if needs_trainer_group(config) and not config.asynchrony.colocate:  # else they take turns
+        taken = trainer_group_gpus(config, visible)
+    elif trainer is not None and not config.asynchrony.colocate:
+        taken = tuple(visible[trainer : trainer + 1])
+    return slices(visible, engines, config.sglang.rollout_num_gpus_per_engine, taken)
 
 
 def child_environment(threads: int) -> dict[str, str]:

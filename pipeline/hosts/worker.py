@@ -226,7 +226,7 @@ def _stats(stage: Stage, spec: ReplicaSpec, place: Place) -> bytes:
     seconds = activity.settle()
     own = {} if stage.config.run.runner == "inprocess" else {CPU: cpu_seconds(os.getpid())}
     own |= {QUEUED: float(place.before.queued)} if place.before is not None else {}
-    return StageStats(
+    stats = StageStats(
         stage=spec.stage,
         replica=spec.replica,
         unix_s=time.time(),
@@ -241,7 +241,8 @@ def _stats(stage: Stage, spec: ReplicaSpec, place: Place) -> bytes:
         in_flight=activity.in_flight,
         extra={**activity.extra, **own},
         held=place.before.held(HELD_S) if place.before is not None else {},
-    ).encode()
+    )
+    return msgspec.msgpack.encode(stats)
 
 
 async def _retire(process: str, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:

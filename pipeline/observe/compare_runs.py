@@ -22,7 +22,7 @@ from pipeline.facts.run_directory import RunDir, in_use
 from pipeline.facts.run_log import show
 from pipeline.facts.stats import visible
 from pipeline.observe.summary import read_summary, summarise_evals, summarise_reward
-from pipeline.observe.table import duration, number, quantity
+from pipeline.observe.table import columns, duration, number, quantity
 from pipeline.record.metrics import evaluations, read_metrics
 
 PLACES: Final = ("run.run_dir", "run.resume")  # settings that always differ
@@ -146,12 +146,7 @@ def report(runs: Sequence[Path], found: Sequence[Figures], settings: dict[str, l
         for key, row in settings.items()
     ]
     cells = [["", *names], *([row[0], *(_cut(visible(cell)) for cell in row[1:])] for row in rows)]
-    left = max(len(row[0]) for row in cells)
-    widths = [max(len(row[place]) for row in cells if len(row) > 1) for place in range(1, len(runs) + 1)]
-    return [
-        "  ".join([row[0].ljust(left), *(cell.rjust(n) for cell, n in zip(row[1:], widths, strict=False))]).rstrip()
-        for row in cells
-    ]
+    return [line.rstrip() for line in columns(cells)]
 
 
 def _cut(text: str) -> str:

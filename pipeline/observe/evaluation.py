@@ -21,7 +21,7 @@ import msgspec
 
 from configs.command_line import parse
 from configs.load import CONFIG_FILE
-from models.checkpoint import MANIFEST_FILE, CheckpointError, read_manifest, resumable_checkpoint, verify_files
+from models.checkpoint import MANIFEST_FILE, read_manifest, resumable_checkpoint, verify_files
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.run_log import tell
@@ -41,7 +41,8 @@ DEADLINE_S: Final = 7 * 86400  # nobody waits for the engines
 
 
 def main(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
-    """Evaluate; returns the exit code, 1 if answers are missing. `run`: a command line. Raises UsageError."""
+    """Evaluate; returns the exit code, 1 if answers are missing. `run`: a command line. Raises UsageError and
+    CheckpointError."""
     parser = argparse.ArgumentParser(prog="launch.py eval", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="model, run directory, or RUN/checkpoints/step-N")
     parser.add_argument("--json", action="store_true", help="the results as one line of JSON instead of a table")
@@ -76,10 +77,7 @@ def _source(name: str) -> list[str]:
         place = found[0]
     elif (place / MANIFEST_FILE).is_file():
         run = place.resolve().parents[1]
-        try:
-            verify_files(place, read_manifest(place))
-        except CheckpointError as error:
-            raise UsageError(str(error)) from error
+        verify_files(place, read_manifest(place))
     else:
         return ["--hf-checkpoint", name]
     return ["--config", str(run / CONFIG_FILE), "--hf-checkpoint", str(place / MODEL_DIR)]

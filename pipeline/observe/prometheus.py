@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Final, Literal
 
 import aiohttp
@@ -51,19 +52,19 @@ class Family:
     def add(self, value: float | None, **labels: str) -> Family:
         """Add a sample; None adds none."""
         if value is not None:
-            self.samples.append(sample(self.name, labels, value))
+            self.samples.append(sample(self.name, starmap(label, labels.items()), number(value)))
         return self
 
 
-def sample(name: str, labels: Mapping[str, str], value: float) -> str:
-    """One line."""
-    written = ",".join(f'{key}="{escaped(text)}"' for key, text in labels.items())
-    return f"{name}{{{written}}} {number(value)}" if written else f"{name} {number(value)}"
+def sample(name: str, labels: Iterable[str], value: str) -> str:
+    """One line. `labels`: as `label` writes them."""
+    written = ",".join(labels)
+    return f"{name}{{{written}}} {value}" if written else f"{name} {value}"
 
 
-def escaped(text: str) -> str:
-    """A label's value between its quotes."""
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+def label(key: str, text: str) -> str:
+    escaped = text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return f'{key}="{escaped}"'
 
 
 def number(value: float) -> str:
@@ -85,8 +86,7 @@ def read(text: str, labels: Mapping[str, str]) -> list[Family]:
         elif (match := _SAMPLE.match(line)) and as_number(match[3]) is not None:
             name, given = match[1], _ONE_LABEL.findall(match[2] or "")
             kept = [f"{f'exported_{key}' if key in labels else key}={value}" for key, value in given]
-            written = ",".join([f'{key}="{escaped(value)}"' for key, value in labels.items()] + kept)
-            _of(families, name).samples.append(f"{name}{{{written}}} {match[3]}" if written else f"{name} {match[3]}")
+            _of(families, name).samples.append(sample(name, [*starmap(label, labels.items()), *kept], match[3]))
     return [family for family in families.values() if family.samples]
 
 
@@ -147,20 +147,31 @@ class Facts:
 
 def families(facts: Facts) -> list[Family]:
     """The run's own figures."""
-    by_age = Family("sluice_trained_tokens_by_staleness_total", "counter", "Trained tokens by age, in versions.")
-    for lag, tokens in sorted(facts.staleness.items()):
-        by_age.add(tokens, staleness=str(lag))
-    restarts = Family("sluice_restarts_total", "counter", "Restarts of a replica or an engine.")
-    for replica, n in sorted(facts.restarts.items()):
-        restarts.add(n, replica=replica)
-    lost = single("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters)
-    run = facts.run
-    return [*progress(run), *groups(run), *learning(run), by_age, *stages(run), *engines(run), restarts, lost]
+    ages, restarts = sorted(facts.staleness.items()), sorted(facts.restarts.items())
+    run, aged = facts.run, "Trained tokens by age, in versions."
+    return [
+        *progress(run),
+        *groups(run),
+        *learning(run),
+        by("staleness", "sluice_trained_tokens_by_staleness_total", "counter", aged, ages),
+        *stages(run),
+        *engines(run),
+        by("replica", "sluice_restarts_total", "counter", "Restarts of a replica or an engine.", restarts),
+        single("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters),
+    ]
 
 
 def single(name: str, kind: Kind, help_text: str, value: float | None) -> Family:
     """A family of one sample; of none for None."""
     return Family(name, kind, help_text).add(value)
+
+
+def by(key: str, name: str, kind: Kind, help_text: str, values: Iterable[tuple[object, float | None]]) -> Family:
+    """A family with a sample for each value of the label `key`."""
+    family = Family(name, kind, help_text)
+    for text, value in values:
+        family.add(value, **{key: str(text)})
+    return family
 
 
 def progress(run: RunSnapshot) -> list[Family]:
@@ -184,12 +195,10 @@ def progress(run: RunSnapshot) -> list[Family]:
 
 def groups(run: RunSnapshot) -> list[Family]:
     """Ledger and gate."""
-    ended = Family("sluice_groups_settled_total", "counter", "Groups that have their outcome, by outcome.")
-    for outcome in OUTCOMES:
-        ended.add(getattr(run.ledger, outcome), outcome=outcome)
+    ended = [(outcome, getattr(run.ledger, outcome)) for outcome in OUTCOMES]
     return [
         single("sluice_groups_admitted_total", "counter", "Groups that entered.", run.ledger.admitted),
-        ended,
+        by("outcome", "sluice_groups_settled_total", "counter", "Groups that have their outcome, by outcome.", ended),
         single("sluice_groups_open", "gauge", "Groups in flight.", run.ledger.open),
         single("sluice_gate_capacity_groups", "gauge", "Groups that may enter now.", run.may_enter),
     ]
@@ -197,16 +206,13 @@ def groups(run: RunSnapshot) -> list[Family]:
 
 def learning(run: RunSnapshot) -> list[Family]:
     """Reward, evaluations, staleness."""
-    value = Family("sluice_eval_score", "gauge", "Newest evaluation of a data set.")
-    version = Family("sluice_eval_version", "gauge", "Weights that the newest evaluation measured.")
-    for dataset, (measured, score) in run.evals.items():
-        value.add(score, dataset=dataset)
-        version.add(measured, dataset=dataset)
+    scores = [(dataset, score) for dataset, (_, score) in run.evals.items()]
+    versions = [(dataset, version) for dataset, (version, _) in run.evals.items()]
     return [
         single("sluice_reward_mean", "gauge", "Mean reward of the groups of the last step.", run.reward_mean),
         single("sluice_reward_recent_mean", "gauge", "Mean of the last 20 steps.", run.reward_recent),
-        value,
-        version,
+        by("dataset", "sluice_eval_score", "gauge", "Newest evaluation of a data set.", scores),
+        by("dataset", "sluice_eval_version", "gauge", "Weights that the newest evaluation measured.", versions),
         single("sluice_staleness_mean_versions", "gauge", "Of all trained tokens.", run.staleness_mean),
         single("sluice_staleness_max_versions", "gauge", "Of all trained tokens.", run.staleness_max),
         single("sluice_staleness_bound_versions", "gauge", "No older token is trained.", run.staleness_bound),
@@ -216,33 +222,29 @@ def learning(run: RunSnapshot) -> list[Family]:
 def stages(run: RunSnapshot) -> list[Family]:
     """One sample per stage; shares are of its replicas' time in the last 15 seconds."""
     share = Family("sluice_stage_time_ratio", "gauge", "Share of its replicas' time in the last 15 seconds, by state.")
-    counted: dict[str, Family] = {
-        "replicas": Family("sluice_stage_replicas", "gauge", "Replicas that report."),
-        "queue_depth": Family("sluice_stage_queue_messages", "gauge", "Messages waiting in front of the stage."),
-        "in_flight": Family("sluice_stage_in_flight_messages", "gauge", "Messages being worked on."),
-        "items_out": Family("sluice_stage_messages_total", "counter", "Messages sent on."),
-        "tokens_per_s": Family("sluice_stage_tokens_per_second", "gauge", "Tokens made or trained."),
-        "failures": Family("sluice_stage_failures_total", "counter", "Samples or calls that failed."),
-    }
     for row in run.stages:
         for state in STATES:
             share.add(getattr(row, state), stage=row.stage, state=state)
-        for name, family in counted.items():
-            family.add(getattr(row, name), stage=row.stage)
-    return [share, *counted.values()]
+    counted: dict[str, tuple[str, Kind, str]] = {
+        "replicas": ("sluice_stage_replicas", "gauge", "Replicas that report."),
+        "queue_depth": ("sluice_stage_queue_messages", "gauge", "Messages waiting in front of the stage."),
+        "in_flight": ("sluice_stage_in_flight_messages", "gauge", "Messages being worked on."),
+        "items_out": ("sluice_stage_messages_total", "counter", "Messages sent on."),
+        "tokens_per_s": ("sluice_stage_tokens_per_second", "gauge", "Tokens made or trained."),
+        "failures": ("sluice_stage_failures_total", "counter", "Samples or calls that failed."),
+    }
+    figures = [by("stage", *head, [(r.stage, getattr(r, name)) for r in run.stages]) for name, head in counted.items()]
+    return [share, *figures]
 
 
 def engines(run: RunSnapshot) -> list[Family]:
     """Figures of the engines that generate, beside their own metrics."""
-    counted = {
-        "version": Family("sluice_engine_weight_version", "gauge", "Weights that the engine carries."),
-        "idle": Family("sluice_engine_idle_ratio", "gauge", "Share of the last seconds in which nothing ran."),
-        "update_s": Family("sluice_engine_update_seconds", "gauge", "Length of the newest weight update."),
+    counted: dict[str, tuple[str, Kind, str]] = {
+        "version": ("sluice_engine_weight_version", "gauge", "Weights that the engine carries."),
+        "idle": ("sluice_engine_idle_ratio", "gauge", "Share of the last seconds in which nothing ran."),
+        "update_s": ("sluice_engine_update_seconds", "gauge", "Length of the newest weight update."),
     }
-    for row in run.engines:
-        for name, family in counted.items():
-            family.add(getattr(row, name), engine=row.name)
-    return [*counted.values()]
+    return [by("engine", *head, [(r.name, getattr(r, name)) for r in run.engines]) for name, head in counted.items()]
 
 
 async def scrape(session: aiohttp.ClientSession, url: str, labels: Mapping[str, str]) -> list[Family] | None:

@@ -10,10 +10,11 @@ import argparse
 import os
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,8 @@ from stages.sample_log import SAMPLES_FILE, Run, SampleRow
 UNTRAINED: Final = "dim"
 _PALETTE: Final = ("cyan", "yellow", "green", "magenta", "blue", "red")
 _BOUND = re.compile(r"(<=|>=|<|>|=)?\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)")
+
+COMPARED: Final[dict[str, Callable[[float, float], bool]]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -88,14 +91,9 @@ def read_bound(text: str) -> Callable[[float], bool]:
     if match is None:
         raise UsageError(f"{text!r} is no bound; write a number, or <, <=, > or >= before it")
     sign, limit = match[1] or "=", float(match[2])
-    tests: dict[str, Callable[[float], bool]] = {
-        "=": lambda reward: abs(reward - limit) < 1e-9,
-        "<": lambda reward: reward < limit,
-        "<=": lambda reward: reward <= limit,
-        ">": lambda reward: reward > limit,
-        ">=": lambda reward: reward >= limit,
-    }
-    return tests[sign]
+    if sign == "=":
+        return lambda reward: abs(reward - limit) < 1e-9
+    return lambda reward: COMPARED[sign](reward, limit)
 
 
 def _filter(arguments: argparse.Namespace) -> Callable[[SampleRow], bool]:
@@ -193,9 +191,9 @@ def _head(row: SampleRow) -> Text:
 
 def _heading(role: str, tokens: int, pieces: Sequence[tuple[int, int, int, int]]) -> str:
     """`model 12 tokens, v3:8 v4:4, 2 masked`"""
-    versions: dict[int, int] = {}
+    versions = Counter[int]()
     for begin, end, version, _ in pieces:
-        versions[version] = versions.get(version, 0) + end - begin
+        versions[version] += end - begin
     counts = [f"v{version}" + (f":{n}" if len(versions) > 1 else "") for version, n in versions.items() if version >= 0]
     masked = sum(end - begin for begin, end, _, mask in pieces if not mask)
     parts = [f"{role} {tokens} tokens", " ".join(counts)]

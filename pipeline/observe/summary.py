@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from models.disk import read_file
 from pipeline.errors import UsageError
-from pipeline.facts.stats import NOTHING_MEASURED, Changed, GoodputFigures, LedgerCounts
+from pipeline.facts.stats import Changed, GoodputFigures, LedgerCounts
 from pipeline.observe.table import duration, goodput_text, largest, number, quantity
 from pipeline.record.health import Alarm
 from pipeline.record.stalls import OutageSummary, Stall
@@ -118,7 +118,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     effective_training_time: float | None = None  # share of the wall clock of all starts that ended in a step
     efficiency_vs_bound: float | None = None
     busiest_stage: str = ""
-    goodput: GoodputFigures = NOTHING_MEASURED
+    goodput: GoodputFigures = GoodputFigures()
     wasted_tokens: int = 0  # generated for groups that were not trained
     wasted_share: float = 0.0  # of all tokens generated for settled groups
     weight_versions: WeightVersions = WeightVersions()

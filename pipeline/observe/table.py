@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
 from typing import Final
 
@@ -289,6 +290,15 @@ def _staleness(snapshot: RunSnapshot) -> str:
         return "-"
     bound = "" if snapshot.staleness_bound is None else f" (bound {snapshot.staleness_bound})"
     return f"mean {snapshot.staleness_mean:.2f} max {snapshot.staleness_max}{bound}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row: its first cell to the left of the column, the others to the right. Rows may be short."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=False))])
+        for row in rows
+    ]
 
 
 def number(value: float | None) -> str:

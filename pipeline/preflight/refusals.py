@@ -274,11 +274,8 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
         installed = probe(find_python(config.sglang, ROOT), wanted)
     except LaunchError as error:
         raise NotHere(f"SGLang's environment: {error}") from error
-    try:
-        if faults := [*_sglang_faults(config, installed, wanted)]:
-            raise Refused(faults)
-    except LaunchError as error:
-        raise UsageError(str(error)) from error
+    if faults := [*_sglang_faults(config, installed, wanted)]:
+        raise Refused(faults)
     for line in sglang_warnings(config, installed) if warn and "server" in wanted else ():
         tell(f"warning: {line}")
     return installed

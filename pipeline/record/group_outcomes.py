@@ -10,10 +10,9 @@ an interrupted group has neither.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from msgspec import Struct
 
 from models.disk import write_json
 from stages.messages import Settled, StepDone
@@ -23,7 +22,8 @@ MOST_REASONS = 30  # names of metrics; the rest is counted as `other`
 RATE_BUCKETS = 10
 
 
-class OutcomeFigures(Struct):
+@dataclass
+class OutcomeFigures:
     """Groups with one outcome. Histograms count groups: by mean response length (upper bound, tokens), by pass rate."""
 
     groups: int = 0
@@ -31,29 +31,27 @@ class OutcomeFigures(Struct):
     rated: int = 0
     length_sum: float = 0.0
     pass_rate_sum: float = 0.0
-    lengths: dict[int, int] = {}
-    pass_rates: dict[str, int] = {}
+    lengths: Counter[int] = field(default_factory=Counter)
+    pass_rates: Counter[str] = field(default_factory=Counter)
 
     @property
     def length_mean(self) -> float | None:
-        return self.length_sum / self.graded if self.graded else None
+        return _mean(self.length_sum, self.graded)
 
     @property
     def pass_rate_mean(self) -> float | None:
-        return self.pass_rate_sum / self.rated if self.rated else None
+        return _mean(self.pass_rate_sum, self.rated)
 
     def length(self, tokens: float) -> None:
         self.graded += 1
         self.length_sum += tokens
-        bucket = length_bucket(tokens)
-        self.lengths[bucket] = self.lengths.get(bucket, 0) + 1
+        self.lengths[length_bucket(tokens)] += 1
 
     def rate(self, share: float) -> None:
         self.rated += 1
         self.pass_rate_sum += share
         low = min(int(share * RATE_BUCKETS + 1e-9), RATE_BUCKETS - 1) / RATE_BUCKETS
-        bucket = "1.0" if share >= 1 else f"{low:.1f}"
-        self.pass_rates[bucket] = self.pass_rates.get(bucket, 0) + 1
+        self.pass_rates["1.0" if share >= 1 else f"{low:.1f}"] += 1
 
 
 class GroupOutcomes:
@@ -61,7 +59,7 @@ class GroupOutcomes:
 
     def __init__(self, n_samples: int) -> None:
         self._n_samples = n_samples
-        self.by_outcome: dict[str, OutcomeFigures] = {}
+        self.by_outcome = defaultdict[str, OutcomeFigures](OutcomeFigures)
         self._names: set[str] = set()
         self._clear()
 
@@ -69,12 +67,12 @@ class GroupOutcomes:
         """Begin the count towards the next step."""
         self._rewards: list[float] = []  # of graded groups that were not trained
         self._rates: list[float] = []  # of all groups
-        self._drops: Counter[str] = Counter()
+        self._drops = Counter[str]()
         self._ended = 0
         self._wasted = 0
 
     def settled(self, report: Settled) -> None:
-        figures = self.by_outcome.setdefault(report.outcome, OutcomeFigures(lengths={}, pass_rates={}))
+        figures = self.by_outcome[report.outcome]
         figures.groups += 1
         if report.pass_rate is not None:
             figures.rate(report.pass_rate)
@@ -99,11 +97,11 @@ class GroupOutcomes:
 
     def step(self, report: StepDone) -> dict[str, float]:
         """Metrics of the groups that ended since the last step, the trained ones of `report` included."""
-        trained = self.by_outcome.setdefault("trained", OutcomeFigures(lengths={}, pass_rates={}))
+        trained = self.by_outcome["trained"]
         for name, count in report.metrics.items():
             place, _, bucket = name.rpartition("/")
             if place.endswith("group_len"):
-                trained.lengths[int(bucket)] = trained.lengths.get(int(bucket), 0) + int(count)
+                trained.lengths[int(bucket)] += int(count)
         n = len(report.groups)
         trained.graded += n
         trained.length_sum += report.metrics.get("rollout/response_len/mean", 0.0) * n

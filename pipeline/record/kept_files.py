@@ -161,7 +161,7 @@ def _checkpoint(root: Path, version: int) -> Path | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Copy a model; returns the exit code. Raises UsageError."""
+    """Copy a model; returns the exit code. Raises UsageError and CheckpointError."""
     parser = argparse.ArgumentParser(prog="launch.py export", description="Copy the model of a checkpoint.")
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("--best", action="store_true", help="of the best evaluated version that is saved, not the last")
@@ -179,13 +179,10 @@ def main(argv: Sequence[str]) -> int:
     if checkpoint is None:
         raise UsageError(f"{given.run}: no {what} is saved; set --save-interval, and --keep-last-n to keep more")
     target = given.to or rundir.path / "exported" / checkpoint.name
-    try:
-        manifest = read_manifest(checkpoint)
-        model = {name: entry for name, entry in manifest.files.items() if name.startswith(f"{MODEL_DIR}/")}
-        verify_files(checkpoint, msgspec.structs.replace(manifest, files=model))
-        place = save_hf(checkpoint, str(target), manifest.step, "--to")
-    except CheckpointError as error:
-        raise UsageError(str(error)) from error
+    manifest = read_manifest(checkpoint)
+    model = {name: entry for name, entry in manifest.files.items() if name.startswith(f"{MODEL_DIR}/")}
+    verify_files(checkpoint, msgspec.structs.replace(manifest, files=model))
+    place = save_hf(checkpoint, str(target), manifest.step, "--to")
     text = f"best: {best}\n" * given.best + f"exported step {manifest.step} to {place}"
     show(text, {"step": manifest.step, "path": str(place), "best": best}, as_json=given.json)
     return 0

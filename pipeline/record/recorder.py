@@ -47,15 +47,6 @@ def _phase(config: Config) -> str:
     return "warm start" if config.warm_start.warm_start_steps else "supervised"
 
 
-def _engines(topic: TopicServer) -> dict[str, tuple[int, float] | None]:
-    """(version, seconds of the newest update) of each engine that has an address, None before its first weights."""
-    carried = carrying(topic)
-    return {
-        name: (carried[name].version, carried[name].update_s) if name in carried else None
-        for name in addresses(topic, POLICY)
-    }
-
-
 class Recorder:
     """Writes the records of one phase of a run. A context manager."""
 
@@ -289,15 +280,17 @@ class Recorder:
     def observe(self, topic: TopicServer, queues: Mapping[str, int], capacity: int, version: int) -> None:
         """Bring the view up to date from the topic."""
         for value in topic.items(STATS_PREFIX).values():
-            self.view.stage(StageStats.decode(value))
+            self.view.stage(msgspec.msgpack.decode(value, type=StageStats))
         self.view.queues = dict(queues)
         self.view.ledger = self.counts()
         self.view.gate = (self.ledger.open, capacity)
         self.view.version = version
         self.view.alarms = tuple(alarm.sentence for alarm in self.health.active.values())
-        self.view.engines(_engines(topic))
+        carried = carrying(topic)
+        reports = {name: (entry.version, entry.update_s) for name, entry in carried.items()}
+        self.view.engines({name: reports.get(name) for name in addresses(topic, POLICY)})
         if self.training_started is not None:
-            self.goodput.look(time.monotonic(), carrying(topic), capacity)
+            self.goodput.look(time.monotonic(), carried, capacity)
         self.view.goodput = self.goodput.figures()
         self._topic = topic
 
@@ -316,15 +309,13 @@ class Recorder:
         }
         # Read now: steps may be shorter than the time from one observation to the next.
         serving = {} if self._topic is None else carrying(self._topic)
-        differences = [entry.proof for entry in serving.values() if entry.proof is not None]
-        proven = {
-            "train/policy_proof_max_diff": max((found.largest for found in differences), default=None),
-            "train/policy_proof_mean_diff": max((found.mean for found in differences), default=None),
-            "train/policy_proof_time": max((found.seconds for found in differences), default=None),
-        }
-        return {name: value for name, value in values.items() if value > 0} | {
-            name: value for name, value in proven.items() if value is not None
-        }
+        proofs = [entry.proof for entry in serving.values() if entry.proof is not None]
+        found = {name: value for name, value in values.items() if value > 0}
+        if proofs:
+            found["train/policy_proof_max_diff"] = max(proof.largest for proof in proofs)
+            found["train/policy_proof_mean_diff"] = max(proof.mean for proof in proofs)
+            found["train/policy_proof_time"] = max(proof.seconds for proof in proofs)
+        return found
 
     def _ledger_metrics(self) -> dict[str, float]:
         return {

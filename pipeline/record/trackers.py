@@ -86,11 +86,6 @@ def run_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
     return known[tracker]
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(config)
-    return found
-
-
 class WandbTracker:
     """Weights & Biases. `WANDB_API_KEY` and the other variables of its library apply."""
 
@@ -109,7 +104,7 @@ class WandbTracker:
             dir=run_dir,
             id=run_id(run_dir, "wandb", lambda: uuid.uuid4().hex),
             resume="allow",
-            config=_settings(config),
+            config=msgspec.to_builtins(config),
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
         # After a resume steps begin again before the last one that was sent, which its own counter would refuse.
@@ -144,7 +139,7 @@ class MlflowTracker:
         number = self._client.create_experiment(observe.project) if experiment is None else experiment.experiment_id
         tags = {"group": observe.run_group} if observe.run_group else {}
         made = self._client.create_run(number, run_name=observe.run_name or run_dir.name, tags=tags)
-        for section, values in _settings(config).items():
+        for section, values in msgspec.to_builtins(config).items():
             self._client.log_param(made.info.run_id, section, msgspec.json.encode(values).decode()[:6000])
         return str(made.info.run_id)
 

@@ -98,12 +98,12 @@ class RunView:
         self._replicas: dict[tuple[str, str], _Replica] = {}
         self._retired: set[tuple[str, str]] = set()
         self.queues: dict[str, int] = {}  # messages waiting in front of a stage
-        self._restarts: dict[str, int] = {}
+        self._restarts = Counter[str]()
         self.ledger = LedgerCounts()
         self.gate: tuple[int, int | None] = (0, None)  # groups in flight, and how many more may enter
         self._steps = Ring(0.0, step=20)
         self.version = 0  # of the weights that all engines carry
-        self.waste: Counter[str] = Counter()  # tokens that were generated and not trained, by cause
+        self.waste = Counter[str]()  # tokens that were generated and not trained, by cause
         self.goodput = GoodputFigures()
         self._step, self.trained_tokens = first_step, 0
         self._rewards: deque[float] = deque(maxlen=20)
@@ -112,7 +112,7 @@ class RunView:
         self._engines: dict[str, tuple[int, float] | None] = {}
         self.engines_left: set[str] = set()  # scaled away
         self.most_engines = 0  # at once
-        self.staleness: dict[int, int] = {}  # trained tokens by staleness, all steps
+        self.staleness = Counter[int]()  # trained tokens by staleness, all steps
         self.advice = ""  # which stage to scale, in a sentence
         self.alarms: tuple[str, ...] = ()
 
@@ -144,7 +144,7 @@ class RunView:
 
     def restarted(self, stage: str) -> None:
         """The supervisor restarted a replica of the stage."""
-        self._restarts[stage] = self._restarts.get(stage, 0) + 1
+        self._restarts[stage] += 1
 
     def engines(self, reports: Mapping[str, tuple[int, float] | None]) -> None:
         """The engines that have an address: (version, seconds of the newest update), None before the first.
@@ -167,8 +167,7 @@ class RunView:
         reward = metrics.get("reward/mean")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
-        for lag, count in staleness.items():
-            self.staleness[lag] = self.staleness.get(lag, 0) + count
+        self.staleness.update(staleness)
 
     def evaluated(self, dataset: str, version: int, value: float) -> None:
         """An evaluation ended."""
@@ -305,7 +304,7 @@ class RunView:
             tokens_per_s=summed("tokens"),
             items_out=int(sum(replica.total()["items_out"] for replica in everyone)),
             failures=int(sum(replica.total()["failures"] for replica in everyone)),
-            restarts=max(self._restarts.get(stage, 0), sum(replica.restarts for replica in everyone)),
+            restarts=max(self._restarts[stage], sum(replica.restarts for replica in everyone)),
         )
 
     def _eta_s(self, now_s: float) -> float | None:

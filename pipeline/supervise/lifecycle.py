@@ -103,7 +103,7 @@ class Lifecycle:
         for hub in self.hubs.values():
             hub.peer_lost(name)
         if (value := self.topic.get(STATS_PREFIX + name)) is not None:
-            self.recorder.view.stage(StageStats.decode(value))
+            self.recorder.view.stage(msgspec.msgpack.decode(value, type=StageStats))
         self.recorder.view.retire(stage, name)
         self.topic.dismiss(name)
         self.recorder.say(f"{name} has ended, {why}")
@@ -118,7 +118,8 @@ class Lifecycle:
             spec.name, url, incarnation, policy, given, fetcher=spec.fetcher, token=token, gpus=gpus
         )
         self.topic.publish(f"engine/{spec.name}", msgspec.msgpack.encode(address))
-        kind = _kind(version) if spec.external else spec.config.engine
+        # Our servers append their kind after a plus sign; SGLang reports only its version.
+        kind = version.partition("+")[2] or "sglang" if spec.external else spec.config.engine
         file = spec.token.path if spec.token is not None else ""
         self._remember(spec.name, ServerInfo(kind, url, incarnation, version, spec.kind, token_file=file))
 
@@ -183,11 +184,6 @@ def _damage(checkpoint: Path) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _kind(version: str) -> str:
-    """Our servers append their kind after a plus sign; SGLang reports only its version."""
-    return version.partition("+")[2] or "sglang"
 
 
 log = logging.getLogger("sluice.controller")

@@ -85,7 +85,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Run]:
 
 
 def line(token: str, command: Command | None = None) -> bytes:
-    return msgspec.json.encode(Request(token, command or Status())) + b"\n"
+    return msgspec.json.encode(Request(token, msgspec.Raw(msgspec.json.encode(command or Status())))) + b"\n"
 
 
 async def test_the_owner_alone_may_ask_and_is_answered(tmp_path: Path) -> None:

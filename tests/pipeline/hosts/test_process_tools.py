@@ -211,13 +211,13 @@ def test_the_last_line_are_those_of_the_error(tmp_path: Path) -> None:
 
 def test_engines_get_the_gpus_behind_the_trainers() -> None:
     eight = [str(i) for i in range(8)]
-    assert slices(eight, 3, 2, trainer=0) == (("1", "2"), ("3", "4"), ("5", "6"))
-    assert slices(eight, 7, 1, trainer=3) == (("0",), ("1",), ("2",), ("4",), ("5",), ("6",), ("7",))
-    assert slices(eight, 4, 2, trainer=0) == (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")), "shared with the trainer"
-    assert slices(["GPU-a"], 1, 1, trainer=0) == (("GPU-a",),)
-    assert slices([], 2, 1, trainer=None) == ((), ())
+    assert slices(eight, 3, 2, ["0"]) == (("1", "2"), ("3", "4"), ("5", "6"))
+    assert slices(eight, 7, 1, ["3"]) == (("0",), ("1",), ("2",), ("4",), ("5",), ("6",), ("7",))
+    assert slices(eight, 4, 2, ["0"]) == (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")), "shared with the trainer"
+    assert slices(["GPU-a"], 1, 1, ["GPU-a"]) == (("GPU-a",),)
+    assert slices([], 2, 1, []) == ((), ())
     with pytest.raises(UsageError, match="3 engines of 4 GPUs need 12, but 8 are visible; lower --rollout-num-gpus"):
-        slices(eight, 3, 4, trainer=None)
+        slices(eight, 3, 4, [])
 
 
 def test_visible_gpus_are_those_of_the_environment_or_of_the_machine(tmp_path: Path) -> None:

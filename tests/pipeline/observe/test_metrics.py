@@ -369,7 +369,8 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
     extra = {"delta_ratio": 12.5, "publish_s": 0.5}
     async with MemoryNode("run", "test", MemoryNetwork()) as node:
         topic = await node.topic_server("topic")
-        topic.publish("stats/train-0", StageStats(stage="train", replica="train-0", unix_s=1.0, extra=extra).encode())
+        stats = StageStats(stage="train", replica="train-0", unix_s=1.0, extra=extra)
+        topic.publish("stats/train-0", msgspec.msgpack.encode(stats))
         for i, update_s in enumerate((0.25, 0.75)):
             entry = EngineEntry(f"engine-{i}", "", 0, state="serving", run_generation=0, version=1, update_s=update_s)
             entry = msgspec.structs.replace(entry, proof=PolicyDifference(0.02 * i, 0.01 - 0.01 * i, 0.005))
