@@ -26,13 +26,14 @@ import xxhash
 from msgspec import Struct
 
 from models.disk import open_file, read_file, sync, sync_tree
+from models.errors import UserFault
 
 MANIFEST_FILE: Final = "manifest.json"
 FORMAT_VERSION: Final = 2
 _REPLACED: Final = ".replaced"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RuntimeError, UserFault):
     """A checkpoint cannot be written or read; the message names the path and the cure."""
 
 

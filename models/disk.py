@@ -13,6 +13,8 @@ from typing import Final
 
 import msgspec
 
+from models.errors import UserFault
+
 MOST_BYTES: Final = 256 << 20  # of a file that is read at once: manifests, tables, configurations
 _KINDS: Final = {
     stat.S_IFDIR: "a directory",
@@ -22,7 +24,7 @@ _KINDS: Final = {
 }
 
 
-class UnreadableFile(OSError):
+class UnreadableFile(OSError, UserFault):
     """Something else lies where a file of bounded size belongs. `str(error)` names the path, the fault and the cure."""
 
     def __init__(self, path: Path, fault: str) -> None:

@@ -52,19 +52,24 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+class UserFault(Exception):
+    """An error whose sentence is written for the user, who can mend it: it names the value, the rule and the cure. A
+    run ends with this sentence; what is no such error is a defect, and shows itself."""
+
+
 class TrainError(RuntimeError):
     """Base of all errors of `models.train`."""
 
 
-class CheckpointUnavailable(TrainError):
+class CheckpointUnavailable(TrainError, UserFault):
     """No Hugging Face checkpoint could be loaded from the given path or hub id."""
 
 
-class TrainStateUnreadable(TrainError):
+class TrainStateUnreadable(TrainError, UserFault):
     """A directory does not hold a training state of this model."""
 
 
-class UnsupportedModel(TrainError):
+class UnsupportedModel(TrainError, UserFault):
     """The model needs something that this backend does not do."""
 
 
@@ -76,7 +81,7 @@ class BackendMisuse(TrainError):
     """The backend's methods were called in an order that has no meaning."""
 
 
-class TrainConfigInvalid(TrainError):
+class TrainConfigInvalid(TrainError, UserFault):
     """Options of the trainer contradict one another."""
 
 
@@ -85,7 +90,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-class AlgorithmError(ValueError):
+class AlgorithmError(ValueError, UserFault):
     """Base of all errors of `models.algorithms`."""
 
 
@@ -121,11 +126,11 @@ class LayoutMismatch(WeightsError):
     """The offered tensors do not match the layout of the slot."""
 
 
-class SourceError(WeightsError):
+class SourceError(WeightsError, UserFault):
     """The checkpoint that the slots are modelled on cannot serve."""
 
 
-class SlotDirectoryError(WeightsError):
+class SlotDirectoryError(WeightsError, UserFault):
     """The slot directory cannot be made, or belongs to a live run."""
 
 
@@ -246,7 +251,7 @@ class EngineServerError(EngineError):
     """Base of the errors raised inside an engine server."""
 
 
-class EngineStartError(EngineServerError):
+class EngineStartError(EngineServerError, UserFault):
     """Checkpoint, device or port cannot be used."""
 
 

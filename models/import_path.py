@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Final, TypeVar, cast
 
 from configs.schema.notation import did_you_mean
-from models.errors import UnknownAlgorithm
+from models.errors import UnknownAlgorithm, UserFault
 
 
 def add_working_directory() -> None:
@@ -31,7 +31,7 @@ def add_working_directory() -> None:
         sys.path.append(here)
 
 
-class ImportPathError(ValueError):
+class ImportPathError(ValueError, UserFault):
     """An import path leads nowhere; the message names the wrong part and the cure."""
 
 

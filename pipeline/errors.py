@@ -8,50 +8,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.checkpoint import CheckpointError
-from models.disk import UnreadableFile
-from models.errors import (
-    AlgorithmError,
-    CheckpointUnavailable,
-    EngineStartError,
-    SlotDirectoryError,
-    SourceError,
-    TrainConfigInvalid,
-    TrainStateUnreadable,
-    UnsupportedModel,
-)
-from models.import_path import ImportPathError
+from models.errors import UserFault
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
-from stages.agents.worker import EnvironmentFailed
-from stages.chat.messages import ChatError
-from stages.errors import DataError, StageError, Starved
-from stages.graders.grade import GradingError
-from stages.tools.tool import ToolError
+from stages.errors import Starved
 
 EXIT_USER_ERROR = 2  # of a started process, for a mistake of the user
 EXIT_DISK_FULL = 28  # of a started process whose log may have no room for the reason
-
-
-# Errors whose sentence is written for the user: they name the value, the rule and the cure.
-USER_ERRORS: tuple[type[BaseException], ...] = (
-    AlgorithmError,
-    ChatError,
-    CheckpointError,
-    CheckpointUnavailable,
-    DataError,
-    EngineStartError,
-    EnvironmentFailed,
-    GradingError,
-    ImportPathError,
-    SlotDirectoryError,
-    SourceError,
-    StageError,
-    ToolError,
-    TrainConfigInvalid,
-    TrainStateUnreadable,
-    UnreadableFile,
-    UnsupportedModel,
-)
 
 
 # The exit codes of `launch.py`, by kind of end, for whoever starts it from a program; docs/errors.md has the table. A
@@ -164,7 +126,7 @@ def user_error(error: BaseException) -> str | None:
         return file_limit()
     from transport.errors import AddressError, SecurityError  # loads zmq, which readers of a run's files do without
 
-    return str(error) if isinstance(error, (*USER_ERRORS, AddressError, SecurityError)) else None
+    return str(error) if isinstance(error, UserFault | AddressError | SecurityError) else None
 
 
 def for_user(error: BaseException) -> RunError | None:

@@ -20,8 +20,10 @@ All of them carry one sentence, so that they survive a process boundary.
 
 from __future__ import annotations
 
+from models.errors import UserFault
 
-class StageError(Exception):
+
+class StageError(UserFault):
     """Base of all errors here."""
 
 
@@ -61,7 +63,7 @@ class UntrainableGroup(StageError):
     """A group's rewards do not become advantages: its own fault, or that of the function that should have done it."""
 
 
-class DataError(Exception):
+class DataError(UserFault):
     """Base of everything that `stages.data` raises on purpose."""
 
 

@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from models.errors import UserFault
 from models.import_path import ImportPathError, import_path
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
 from stages.records.once import Once
@@ -38,7 +39,7 @@ T = TypeVar("T", Step, Outcome)
 K = TypeVar("K")
 
 
-class EnvironmentFailed(Exception):
+class EnvironmentFailed(UserFault):
     """An episode cannot continue, or an environment cannot be hosted. The text becomes the rollout's reason."""
 
 

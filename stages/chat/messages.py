@@ -7,8 +7,10 @@ from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
+from models.errors import UserFault
 
-class ChatError(Exception):
+
+class ChatError(UserFault):
     """Base of everything that `stages.chat` raises on purpose."""
 
 

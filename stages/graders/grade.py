@@ -25,11 +25,13 @@ from typing import Literal
 
 from msgspec import Struct
 
+from models.errors import UserFault
+
 EXTRACTED_CHARS = 1024
 _REASON_CHARS = 500
 
 
-class GradingError(Exception):
+class GradingError(UserFault):
     """Base of everything that `stages.graders` raises on purpose."""
 
 

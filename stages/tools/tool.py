@@ -19,8 +19,10 @@ from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
+from models.errors import UserFault
 
-class ToolError(Exception):
+
+class ToolError(UserFault):
     """Base of everything that `stages.tools` raises on purpose."""
 
 

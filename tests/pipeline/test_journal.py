@@ -29,13 +29,13 @@ import pytest
 from configs.schema import Config
 from models.checkpoint import CheckpointError, commit_directory, draft_path, final_path, read_manifest
 from models.engines.token import read_token
-from models.errors import DeltaError
+from models.errors import DeltaError, UserFault
 from models.families.registry import read_hf_config
 from models.fault_injection import injected
 from models.weights.delta import read_header
 from models.weights.layout import read_layout
 from pipeline.control.client import _address
-from pipeline.errors import USER_ERRORS, ReplicaFailed, UsageError
+from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir, read_fleet
 from pipeline.facts.run_log import run_log, said, tell
 from pipeline.facts.trace import read_records
@@ -272,7 +272,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "train.jsonl": lambda path: open_source(str(path), ("prompt",)),
     "judge.txt": lambda path: load_template(str(path)),
 }
-REFUSED = (*USER_ERRORS, UsageError, OSError, UnknownGraderError, SavedBatchError, DeltaError)
+REFUSED = (UserFault, UsageError, OSError, UnknownGraderError, SavedBatchError, DeltaError)
 NOTHING: tuple[object, ...] = (None, [], {}, frozenset())
 
 
