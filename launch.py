@@ -21,9 +21,10 @@ from configs.load import load_arguments, with_work
 from configs.schema import Config
 from models.import_path import add_working_directory
 
-CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save", "kill")  # commands to a running run
+CONTROL: Final = (  # commands to a running run
+    "status", "scale", "set", "pause", "resume", "drain", "save", "kill", "watch"
+)  # fmt: skip
 COMMANDS: Final = {  # the other ones, and where they are
-    "watch": "pipeline.control.watch",
     "samples": "pipeline.observe.samples",
     "view": "pipeline.view.server",
     "report": "pipeline.view.html_report",

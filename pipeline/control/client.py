@@ -12,6 +12,11 @@
 
 A live process holds a lock on the directory, and takes its seal away when it ends, in whatever order; so a seal without
 a lock is that of a killed process.
+
+`watch` asks for the status once per second. The table is that of the run's own terminal, and without a terminal there
+are its plain lines. The run goes on when the watching ends. The exit code is 0 for a run that is completed or drained,
+1 for one that failed or was killed, 3 where there is none. A run that starts, stops, or does not answer for a while is
+watched on; its end is shown once, with the reason and the command that continues it.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import socket
+import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -28,13 +35,22 @@ import msgspec
 
 from models.checkpoint import latest_checkpoint
 from models.disk import read_file
-from pipeline.control.endpoint import CONTROL_FILE, Command, ControlAddress, EngineStatus, Reply, Request, RunStatus
+from pipeline.control.endpoint import (
+    CONTROL_FILE,
+    Command,
+    ControlAddress,
+    EngineStatus,
+    Reply,
+    Request,
+    RunStatus,
+    Status,
+)
 from pipeline.errors import CommandRefused, NotRunning, UsageError
 from pipeline.facts.run_directory import LOCK_FILE, SEAL_PREFIX, RunDir, in_use
 from pipeline.facts.run_log import RUN_LOG, show
 from pipeline.facts.stats import LedgerCounts, StageRow, visible
 from pipeline.observe.summary import read_summary
-from pipeline.observe.table import columns, duration, goodput_text, number, quantity
+from pipeline.observe.table import LiveTable, PlainLog, columns, duration, goodput_text, number, open_display, quantity
 from pipeline.record.metrics import read_metrics
 
 COLUMNS: Final = 80
@@ -120,18 +136,25 @@ WHAT: Final = {
     "save": "write a checkpoint after the step in training",
     "drain": "finish the groups in flight and end, as Ctrl-C does",
     "kill": "end a replica at once, as kill -9 does, of a run with --fault-inject: kill RUN reward-0",
+    "watch": "show the live table until the run ends",
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Send a command and show the reply; returns the exit code. Raises UsageError where the run does not do it."""
     arguments = _parser().parse_args(argv)
+    run: Path = arguments.run
+    if arguments.command == "watch":
+        with open_display(None, log_interval=1) as display:
+            last = watch(run, display)
+        sys.stdout.write(f"{table(with_files(last))}\n")
+        return int(last.state in ("failed", "killed"))
     try:
-        reply = ask(Path(arguments.run), _command(arguments))
+        reply = ask(run, _command(arguments))
     except NotRunning:
         if arguments.command != "status":
             raise
-        reply = Reply(True, status=from_files(Path(arguments.run)))
+        reply = Reply(True, status=from_files(run))
     if not reply.ok:
         raise CommandRefused(reply.lines)
     status = reply.status and with_files(reply.status)
@@ -141,7 +164,41 @@ def main(argv: Sequence[str]) -> int:
 
 
 NO_RUN: Final = "no run"
+ASK_S: Final = 1.0  # from one question of `watch` to the next
 ENDED: Final = ("completed", "drained", "failed", "killed")
+
+
+def watch(run: Path, display: Display) -> RunStatus:
+    """Draw the run until it ends; returns its last status. Raises NotRunning where there is no run."""
+    noted = ""
+    while True:
+        try:
+            status = _asked(run)
+            news = f"{status.state}: {status.waits}" if status.waits else status.state
+        except CommandRefused as error:  # too many ask, or it does not answer: it may do so again
+            status, news = None, str(error)
+        if status is not None and status.snapshot is not None:
+            display.update(status.snapshot)
+        if news != noted:
+            display.note(visible(news))
+            noted = news
+        if status is not None and status.state in ENDED:
+            return status
+        time.sleep(ASK_S)
+
+
+def _asked(run: Path) -> RunStatus:
+    """The status that the run's process tells, else its files. Raises CommandRefused, NotRunning."""
+    try:
+        reply = ask(run, Status())
+    except NotRunning:
+        status = from_files(run)
+        if status.state == NO_RUN:
+            raise
+        return status
+    if reply.status is None:
+        raise CommandRefused(reply.lines)
+    return reply.status
 
 
 def with_files(status: RunStatus) -> RunStatus:
@@ -251,12 +308,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in WHAT.items():
         command = commands.add_parser(name, description=text, help=text)
-        command.add_argument("run", metavar="RUN", help="run directory")
+        command.add_argument("run", metavar="RUN", type=Path, help="run directory")
         if name == "scale":
             command.add_argument("changes", metavar="STAGE=COUNT", nargs="+")
         if name == "set":
             command.add_argument("changes", metavar="KEY=VALUE", nargs="+")
         if name == "kill":
             command.add_argument("replica", metavar="REPLICA", help="its name, as in the logs")
-        command.add_argument("--json", action="store_true", help="as JSON")
+        if name != "watch":
+            command.add_argument("--json", action="store_true", help="as JSON")
     return parser

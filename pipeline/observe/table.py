@@ -92,7 +92,10 @@ class PlainLog:
         self._console.print(f"{clock()} {message}", markup=False, highlight=False, soft_wrap=True)
 
 
-def open_display(live: bool | None, *, log_interval: int, console: Console | None = None) -> LiveTable | PlainLog:
+Display = LiveTable | PlainLog
+
+
+def open_display(live: bool | None, *, log_interval: int, console: Console | None = None) -> Display:
     """The live table if `live` is true, or if it is None and the output is a terminal; else plain lines."""
     console = console or Console()
     if live if live is not None else console.is_terminal:

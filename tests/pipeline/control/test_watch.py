@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 import launch
+from pipeline.control.client import watch
 from pipeline.control.endpoint import Command, Reply, RunStatus, endpoint
-from pipeline.control.watch import watch
 from pipeline.facts.run_directory import RunDir
 from pipeline.observe.table import LiveTable, PlainLog
 from tests.pipeline.control.test_run_states import summary
@@ -23,7 +23,7 @@ from tests.pipeline.observe.test_displays import T0, made_up_run
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.control.watch.ASK_S", 0.005)
+    monkeypatch.setattr("pipeline.control.client.ASK_S", 0.005)
 
 
 @pytest.fixture
