@@ -35,22 +35,13 @@ import msgspec
 
 from models.checkpoint import latest_checkpoint
 from models.disk import read_file
-from pipeline.control.endpoint import (
-    CONTROL_FILE,
-    Command,
-    ControlAddress,
-    EngineStatus,
-    Reply,
-    Request,
-    RunStatus,
-    Status,
-)
+from pipeline.control.endpoint import CONTROL_FILE, Command, ControlAddress, Reply, Request, RunStatus, Status
 from pipeline.errors import CommandRefused, NotRunning, UsageError
 from pipeline.facts.run_directory import LOCK_FILE, SEAL_PREFIX, RunDir, in_use
 from pipeline.facts.run_log import RUN_LOG, show
 from pipeline.facts.stats import LedgerCounts, StageRow, visible
 from pipeline.observe.summary import read_summary
-from pipeline.observe.table import LiveTable, PlainLog, columns, duration, goodput_text, number, open_display, quantity
+from pipeline.observe.table import Display, columns, duration, goodput_text, number, open_display, quantity
 from pipeline.record.metrics import read_metrics
 
 COLUMNS: Final = 80
@@ -87,7 +78,15 @@ def table(status: RunStatus) -> str:
         lines += textwrap.wrap(text, COLUMNS, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
     lines += ["", *columns([_STAGES, *(_stage(row, status.replicas.get(row.stage)) for row in run.stages)])]
     if status.engines:
-        lines += ["", *columns([_ENGINES, *map(_engine, status.engines)])]
+        engines = [
+            (
+                *(one.name, one.state, "-" if one.version is None else str(one.version)),
+                *(str(one.running), str(one.waiting), str(one.limit or "-")),
+                "-" if one.idle is None else f"{one.idle:.0%}",
+            )
+            for one in status.engines
+        ]
+        lines += ["", *columns([_ENGINES, *engines])]
     queues = [(one.stream, str(one.queued), str(one.leased), str(one.consumers)) for one in status.queues]
     lines += ["", *columns([_QUEUES, *queues])]
     if status.changes:
@@ -111,13 +110,6 @@ def _stage(row: StageRow, wanted: int | None) -> tuple[str, ...]:
     shares = tuple(f"{share:.0%}" for share in (row.busy, row.starved, row.blocked, row.stalled))
     counts = (str(row.queue_depth), str(row.in_flight), quantity(row.items_per_s), str(row.failures))
     return (row.stage, replicas, *shares, *counts)
-
-
-def _engine(engine: EngineStatus) -> tuple[str, ...]:
-    version = "-" if engine.version is None else str(engine.version)
-    idle = "-" if engine.idle is None else f"{engine.idle:.0%}"
-    load = (str(engine.running), str(engine.waiting), str(engine.limit or "-"))
-    return (engine.name, engine.state, version, *load, idle)
 
 
 def _cut(line: str) -> str:
@@ -149,18 +141,15 @@ def main(argv: Sequence[str]) -> int:
             last = watch(run, display)
         sys.stdout.write(f"{table(with_files(last))}\n")
         return int(last.state in ("failed", "killed"))
-    try:
-        reply = ask(run, _command(arguments))
-    except NotRunning:
-        if arguments.command != "status":
-            raise
-        reply = Reply(True, status=from_files(run))
+    if arguments.command == "status":
+        status = with_files(_asked(run))
+        show(table(status), status, as_json=arguments.json)
+        return NotRunning.exit_code if status.state in (NO_RUN, *ENDED) else 0
+    reply = ask(run, _command(arguments))
     if not reply.ok:
         raise CommandRefused(reply.lines)
-    status = reply.status and with_files(reply.status)
-    text = table(status) if status is not None else "\n".join(reply.lines)
-    show(text, status or {"lines": reply.lines}, as_json=arguments.json)
-    return NotRunning.exit_code if status is not None and status.state in (NO_RUN, *ENDED) else 0
+    show("\n".join(reply.lines), {"lines": reply.lines}, as_json=arguments.json)
+    return 0
 
 
 NO_RUN: Final = "no run"
@@ -174,6 +163,8 @@ def watch(run: Path, display: Display) -> RunStatus:
     while True:
         try:
             status = _asked(run)
+            if status.state == NO_RUN:
+                raise NotRunning(str(status.exit_reason))
             news = f"{status.state}: {status.waits}" if status.waits else status.state
         except CommandRefused as error:  # too many ask, or it does not answer: it may do so again
             status, news = None, str(error)
@@ -188,14 +179,11 @@ def watch(run: Path, display: Display) -> RunStatus:
 
 
 def _asked(run: Path) -> RunStatus:
-    """The status that the run's process tells, else its files. Raises CommandRefused, NotRunning."""
+    """The status that the run's process tells, else its files. Raises CommandRefused."""
     try:
         reply = ask(run, Status())
     except NotRunning:
-        status = from_files(run)
-        if status.state == NO_RUN:
-            raise
-        return status
+        return from_files(run)
     if reply.status is None:
         raise CommandRefused(reply.lines)
     return reply.status

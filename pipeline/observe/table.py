@@ -25,6 +25,10 @@ from pipeline.facts.stats import EngineRow, GoodputFigures, RunSnapshot, StageRo
 
 _WIDE: Final = 108  # columns from which the table shows everything
 _MEDIUM: Final = 78  # here no heading is cut
+_COLUMNS: Final = {  # of the stages' table: from how wide a terminal on
+    **{"n": 0, "busy": 0, "starved": _MEDIUM, "blocked": _MEDIUM, "stalled": _WIDE, "queue": 0, "flight": 0},
+    **{"items/s": 0, "tok/s": _MEDIUM, "fail": _MEDIUM, "restarts": _WIDE},
+}
 _NOTES: Final = 5
 _MOST_ENGINES: Final = 4  # that are shown one by one
 
@@ -135,13 +139,7 @@ def _times(snapshot: RunSnapshot) -> list[str]:
 def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> RenderableType:
     """The table for a terminal of `width` columns."""
     blank = Text("")
-    lines: list[RenderableType] = [
-        _header(snapshot),
-        _progress(snapshot, width),
-        blank,
-        _stages(snapshot, width),
-        blank,
-    ]
+    lines = [_header(snapshot), _progress(snapshot, width), blank, _stages(snapshot, width), blank]
     if snapshot.engines:
         lines += [_engines(snapshot.engines, width), blank]
     lines += _footer(snapshot)
@@ -154,10 +152,8 @@ def _noted(notes: tuple[str, ...]) -> Group:
 
 def _header(snapshot: RunSnapshot) -> Text:
     total = "" if snapshot.total_steps is None else f"/{snapshot.total_steps}"
-    text = Text(overflow="fold")
-    text.append(" sluice ", style="bold reverse")
-    text.append(f" {snapshot.mode}", style="bold cyan")
-    text.append("  step ").append(f"{snapshot.step}{total}", style="bold")
+    mode, step = (f" {snapshot.mode}", "bold cyan"), (f"{snapshot.step}{total}", "bold")
+    text = Text.assemble((" sluice ", "bold reverse"), mode, "  step ", step, overflow="fold")
     if snapshot.supervised:
         return text
     text.append("  version ").append(str(snapshot.version), style="bold")
@@ -184,16 +180,7 @@ def _progress(snapshot: RunSnapshot, width: int) -> RenderableType:
 def _stages(snapshot: RunSnapshot, width: int) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
     table.add_column("stage", no_wrap=True, overflow="ellipsis", max_width=14)
-    columns = ["n", "busy"]
-    if width >= _MEDIUM:
-        columns += ["starved", "blocked"]
-    if width >= _WIDE:
-        columns += ["stalled"]
-    columns += ["queue", "flight", "items/s"]
-    if width >= _MEDIUM:
-        columns += ["tok/s", "fail"]
-    if width >= _WIDE:
-        columns += ["restarts"]
+    columns = [column for column, least in _COLUMNS.items() if width >= least]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in snapshot.stages:
@@ -259,9 +246,9 @@ def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
         reward.append(f" (last 20: {number(snapshot.reward_recent)})")
     for name, (version, value) in snapshot.evals.items():
         reward.append(f"   eval {name} ").append(number(value), style="bold green").append(f" at v{version}")
+    rate, wasted = f"{quantity(snapshot.trained_tokens_per_s)} tok/s", f"{snapshot.wasted_share:.1%}"
     flow = Text("staleness ", overflow="fold").append(_staleness(snapshot), style="bold")
-    flow.append("   trained ").append(f"{quantity(snapshot.trained_tokens_per_s)} tok/s", style="bold")
-    flow.append("   wasted ").append(f"{snapshot.wasted_share:.1%}", style="bold")
+    flow.append("   trained ").append(rate, style="bold").append("   wasted ").append(wasted, style="bold")
     flow.append(" of tokens")
     if snapshot.busiest is not None:
         stage, share = snapshot.busiest
@@ -311,14 +298,12 @@ def number(value: float | None) -> str:
 
 def quantity(value: float) -> str:
     """A count or a rate in at most five characters: 0.42, 7.5, 312, 4.1k, 2.3M."""
-    for limit, scale, unit in ((999.5, 1.0, ""), (999_500.0, 1e3, "k"), (math.inf, 1e6, "M")):
-        if value < limit:
-            scaled = value / scale
-            if float(scaled).is_integer() and not unit:
-                return f"{int(scaled)}"
-            decimals = 2 if scaled < 1 else 1 if scaled < 100 else 0
-            return f"{scaled:.{decimals}f}{unit}"
-    return "-"
+    if not value < math.inf:
+        return "-"
+    scaled, unit = (value, "") if value < 999.5 else (value / 1e3, "k") if value < 999_500 else (value / 1e6, "M")
+    if float(scaled).is_integer() and not unit:
+        return f"{int(scaled)}"
+    return f"{scaled:.{2 if scaled < 1 else 1 if scaled < 100 else 0}f}{unit}"
 
 
 def duration(seconds: float) -> str:

@@ -217,7 +217,7 @@ class RayLauncher(Launcher):
 
     async def _where(self, name: str, placement: ActorPlacement, beside: str, *, again: bool) -> dict[str, Any] | None:
         """What to ask of Ray so that a process comes where it is to be. None: no node has room for it now."""
-        config, role = self.placements.config, placement.role
+        config = self.placements.config
         if beside:
             return {"label_selector": {NODE_ID: self._node_of(beside)}}
         if self._at_once(placement):
@@ -231,8 +231,8 @@ class RayLauncher(Launcher):
             if node is None or node in self._silent:  # try a silent node anyway: maybe only the process died
                 self._wait(name, placement)
             return None if node is None else {"label_selector": {NODE_ID: node}}
-        alone, found = PlacementGroup(name, role, placement.needs, 1, "PACK", placement.near), self._nodes()
-        seat = choose(config, role, alone, found, self._of_its_kind(name, found))
+        found = self._nodes()
+        seat = choose(config, placement.alone(name), found, self._of_its_kind(name, found))
         if placement.near:
             return {"label_selector": {NODE_ID: seat.node.id}}
         spread = {"scheduling_strategy": "SPREAD"} if config.ray.ray_placement == "spread" else {}
@@ -240,10 +240,9 @@ class RayLauncher(Launcher):
 
     def _room(self, name: str, placement: ActorPlacement) -> str | None:
         """A node with room for a process that was lost, if possible one that is heard of."""
-        config, role, needs = self.placements.config, placement.role, placement.needs
-        pack = config.ray.ray_placement == "pack" and (needs.cpus or needs.gpus)
-        found = self._nodes()
-        alone = PlacementGroup(name, role, needs, 1, "PACK" if pack else "SPREAD", placement.near)
+        config, found = self.placements.config, self._nodes()
+        pack = config.ray.ray_placement == "pack" and (placement.needs.cpus or placement.needs.gpus)
+        alone = placement.alone(name, "PACK" if pack else "SPREAD")
         self._silent &= {node.id for node in found}
         fit = [node for node in found if not (name in self._sees and node.id in self._unfit)]
         lost = self._placed.get(name)
@@ -252,7 +251,7 @@ class RayLauncher(Launcher):
             lost.missed = True  # it waits for the resources of the lost actor: Ray frees them a little later
             return before
         for nodes in ([node for node in fit if node.id not in self._silent], fit):
-            seat = seat_with_room(config, role, alone, nodes, "free", self._of_its_kind(name, found), before)
+            seat = seat_with_room(config, alone, nodes, "free", self._of_its_kind(name, found), before)
             if seat is not None and placement.near:
                 return seat.node.id
             if seat is not None and (places := divide(alone, [n for n in nodes if matches(n.labels, seat.labels)])):
@@ -271,11 +270,10 @@ class RayLauncher(Launcher):
     async def _plan(self, name: str, group: PlacementGroup) -> str:
         """The node on which a process of a group begins; planned for all with the first. Waits for what others hold."""
         if name not in self._planned:
-            role = self.placements.of(name).role
             deadline = asyncio.get_running_loop().time() + PLACEMENT_TIMEOUT_S
             while True:
                 found = self._beside_the_trainer()
-                labels = choose(self.placements.config, role, group, found).labels
+                labels = choose(self.placements.config, group, found).labels
                 places = divide(group, [node for node in found if matches(node.labels, labels)])
                 if places is not None:
                     break
@@ -291,7 +289,7 @@ class RayLauncher(Launcher):
         found, trainer = self._nodes(), self.placements.trainer
         if trainer.name in self._groups or trainer.name in self._placed:
             return found
-        seat = seat_with_room(self.placements.config, trainer.role, trainer, found, "free")
+        seat = seat_with_room(self.placements.config, trainer, found, "free")
         if seat is None or "train-0" not in self.placements.names():
             return found
         taken = {"CPU": trainer.bundle.cpus, "GPU": trainer.bundle.gpus}
@@ -306,7 +304,7 @@ class RayLauncher(Launcher):
 
         if group.name not in self._groups:
             nodes = [node for node in self._nodes() if node.id not in self._silent]
-            seat = choose(self.placements.config, group.role, group, nodes)
+            seat = choose(self.placements.config, group, nodes)
             need = {"CPU": group.bundle.cpus or 0.001, **({"GPU": group.bundle.gpus} if group.bundle.gpus else {})}
             selectors = [{NODE_ID: seat.node.id}, *(dict(seat.labels) for _ in range(group.bundles - 1))]
             bundles = [need] * group.bundles

@@ -81,15 +81,16 @@ class Seat(Struct, frozen=True):
     node: Node
 
 
-def choose(
-    config: Config, role: Role, group: PlacementGroup, nodes: Sequence[Node], others: Sequence[Node] = ()
-) -> Seat:
+def choose(config: Config, group: PlacementGroup, nodes: Sequence[Node], others: Sequence[Node] = ()) -> Seat:
     """By the first alternative of labels that free nodes can hold, else the first that the nodes can hold once others
     have given back what they took. Raises UsageError if none of them can."""
     for kind in ("free", "total"):
-        if (seat := seat_with_room(config, role, group, nodes, kind, others)) is not None:
+        if (seat := seat_with_room(config, group, nodes, kind, others)) is not None:
             return seat
-    on, apart = wanted_labels(config, role), ", each on a node of its own" if group.strategy == "STRICT_SPREAD" else ""
+    on, apart = (
+        wanted_labels(config, group.role),
+        ", each on a node of its own" if group.strategy == "STRICT_SPREAD" else "",
+    )
     needed = group.bundle.words() if group.bundles == 1 else f"{group.bundles} x {group.bundle.words()}{apart}"
     raise UsageError(
         f"--runner ray: {group.name} needs {needed}{on}, but the cluster has "
@@ -99,7 +100,6 @@ def choose(
 
 def seat_with_room(
     config: Config,
-    role: Role,
     group: PlacementGroup,
     nodes: Sequence[Node],
     kind: str,
@@ -115,7 +115,7 @@ def seat_with_room(
         there: Mapping[str, float] = getattr(node, kind)
         return node.id != before, not node.here, there.get("GPU", 0), there.get("CPU", 0)
 
-    for wanted in alternatives(config, role):
+    for wanted in alternatives(config, group.role):
         fixed = {k: others[0].labels.get(k, v) if v == ANY and others else v for k, v in wanted.items()}
         seats = []
         for labels in _with_values(fixed, nodes, kind):
@@ -222,6 +222,10 @@ class ActorPlacement(Struct, frozen=True):
     here: bool = False
     near: bool = False
 
+    def alone(self, name: str, strategy: Strategy = "PACK") -> PlacementGroup:
+        """The process as a group of its own."""
+        return PlacementGroup(name, self.role, self.needs, 1, strategy, self.near)
+
 
 def role_of(name: str) -> Role:
     if re.fullmatch(r"train-(rank-)?\d+", name):
@@ -316,15 +320,14 @@ class RayPlacement:
                 "trainer's GPU; leave rollout out"
             )
         for group in self.groups.values():
-            notes += _note(self.config, group.role, choose(self.config, group.role, group, nodes).labels)
+            notes += _note(self.config, group.role, choose(self.config, group, nodes).labels)
         for name in self.names():
             placement = self.of(name)
-            role, needs = placement.role, placement.needs
             if placement.here:
-                self._check_here(name, needs, nodes)
+                self._check_here(name, placement.needs, nodes)
             elif not placement.group:
-                alone = PlacementGroup(name, role, needs, 1, "PACK", placement.near)
-                notes += _note(self.config, role, choose(self.config, role, alone, nodes).labels)
+                alone = placement.alone(name)
+                notes += _note(self.config, alone.role, choose(self.config, alone, nodes).labels)
         have = {kind: sum(node.total.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
         if not self.total.within(have):
             raise UsageError(
