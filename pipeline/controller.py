@@ -36,7 +36,7 @@ from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import Placement, stream_spec
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, Keys, make_keys, publish_files
+from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, make_keys, publish_files
 from pipeline.hosts.weights_source import SOURCE
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
@@ -91,9 +91,11 @@ class Controller:
         self.hubs: dict[str, Hub] = {}
         self.reason = "finished"
         self._interrupts = 0
+        self._task: asyncio.Task[object] | None = None  # in which `run` is awaited
 
     async def run(self) -> None:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
+        self._task = asyncio.current_task()
         keys = make_keys(self.rundir.sockets / "keys") if self.launcher.controller else None
         async with Node(self.placement.run_id, "controller", load_security(keys[0]) if keys else None) as node:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,), writers=TOPIC_WRITERS)
@@ -104,7 +106,9 @@ class Controller:
             for stream in self.graph.streams:
                 hub = self.hubs[stream.name] = await node.hub(self._spec(stream), dead_letters)
                 self.placement.addresses[stream.name] = hub.address
-            runner = self._runner(node, topic, Lifecycle(topic, self.hubs, self.recorder), keys)
+            lifecycle = Lifecycle(topic, self.hubs, self.recorder)
+            kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
+            runner = kind(self.placement, node, topic, self.launcher, lifecycle, keys)
             parts = RunParts(self.placement, self.stage, self.recorder, self.hubs, topic, self.launcher, runner)
             adviser = Adviser(Meter(parts), autoscale_limits(self.config))
             monitor = Monitor(parts, adviser.look)
@@ -137,10 +141,6 @@ class Controller:
             producers=frozenset(stage for stage, _ in stream.producers),
             consumers=frozenset({stream.consumer[0]}),
         )
-
-    def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
-        kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-        return kind(self.placement, node, topic, self.launcher, lifecycle, keys)
 
     async def _ports(self, node: Node, topic: TopicServer) -> Ports:
         """Ports of the prompt stage."""
@@ -258,8 +258,10 @@ class Controller:
             self._stop_at_once()
 
     def _stop_at_once(self) -> None:
+        """End the event loop's run with KeyboardInterrupt: TaskGroups cancel, runners stop their processes."""
         self.reason = "stopped at once"
-        cancel_main_task()
+        if self._task is not None:
+            self._task.cancel(self.reason)
 
 
 async def wait_empty(hubs: Sequence[Hub]) -> None:
@@ -269,10 +271,3 @@ async def wait_empty(hubs: Sequence[Hub]) -> None:
     """
     while any(hub.held() for hub in hubs):  # noqa: ASYNC110  (hubs announce no single message)
         await asyncio.sleep(EMPTY_POLL_S)
-
-
-def cancel_main_task() -> None:
-    """End the event loop's run with KeyboardInterrupt: TaskGroups cancel, runners stop their processes."""
-    for task in asyncio.all_tasks():
-        if task.get_name() == "sluice-main":
-            task.cancel("stopped at once")

@@ -291,9 +291,6 @@ class Phase:
         self.recorder.journal.sync()
 
     async def _main(self) -> str:
-        task = asyncio.current_task()
-        if task is not None:
-            task.set_name("sluice-main")
         if self.config.run.resume is None:
             self._keep_config()
             self.recorder.journal.begin_with(self.recorder.began)

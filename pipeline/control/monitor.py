@@ -21,7 +21,7 @@ from configs.schema import Config
 from pipeline.control.advice import Advice
 from pipeline.control.endpoint import EngineStatus, QueueStatus, RunStatus
 from pipeline.facts.run_directory import read_fleet
-from pipeline.facts.stats import QUEUED, EngineRow
+from pipeline.facts.stats import QUEUED
 from pipeline.graph import JOINERS, Graph, Placement
 from pipeline.hosts.launcher import Launcher
 from pipeline.observe.prometheus import Facts
@@ -112,8 +112,7 @@ class Waits:
             return "train is starting, or loads its model"
         rows = {row.stage: row for row in self.view.snapshot(now_s).stages}
         if "train" in rows and rows["train"].busy > 0.5:
-            bound = bound_of(self.config, "train")
-            return f"train computes batch {self.stage.steps + 1}" + (f" ({bound})" if bound else "")
+            return f"train computes batch {self.stage.steps + 1}{bound_of(self.config, 'train')}"
         here, batch = sum(stage == "train" for stage in places.values()), self.stage.gate.batch
         if here >= batch:
             return f"train has {here} groups and stands still"
@@ -145,8 +144,7 @@ class Waits:
                     if item.holder and item.seconds > max(least_s, longest.get(item.holder, (0.0,))[0]):
                         longest[item.holder] = (item.seconds, group_of(item.key)[0], consumer[name])
         for holder, (seconds, group, stage) in sorted(longest.items(), key=lambda entry: -entry[1][0])[:MOST_HOLDERS]:
-            bound = bound_of(self.config, stage)
-            yield f"{holder} has had group {group} for {seconds:.0f} s" + (f" ({bound})" if bound else "")
+            yield f"{holder} has had group {group} for {seconds:.0f} s{bound_of(self.config, stage)}"
 
     def _unattended(self) -> Iterator[str]:
         for stream in self.graph.streams:
@@ -186,23 +184,23 @@ def _trouble(entry: EngineEntry | None, newest: WeightsAnnouncement | None) -> s
 
 
 def bound_of(config: Config, stage: str) -> str:
-    """The settings that end a wait in a stage; empty for a custom stage, where --stall-limit-s ends it."""
+    """The settings that end a wait in a stage, in brackets; empty for a custom stage, where --stall-limit-s ends it."""
     reward = config.reward
     match stage:
         case "generate":
             rollout = config.rollout
-            return f"--request-timeout-secs {rollout.request_timeout_secs:g}, --max-retries {rollout.max_retries}"
+            return f" (--request-timeout-secs {rollout.request_timeout_secs:g}, --max-retries {rollout.max_retries})"
         case "reward":
             outside = f", outside --rm-timeout-s {reward.rm_timeout_s:g}, --rm-retries {reward.rm_retries}"
             asks = reward.rm_url or reward.judge_engine
-            return f"--reward-deadline-s {reward.reward_deadline_s:g}{outside if asks else ''}"
+            return f" (--reward-deadline-s {reward.reward_deadline_s:g}{outside if asks else ''})"
         case "agents" if config.tools.tools:
-            return f"--tool-deadline-s {config.tools.tool_deadline_s:g}"
+            return f" (--tool-deadline-s {config.tools.tool_deadline_s:g})"
         case "agents":
-            return "step_deadline_s and retries of its environment"
+            return " (step_deadline_s and retries of its environment)"
         case "train" if trainer_processes(config):
             minutes = config.parallel.distributed_timeout_minutes
-            return f"a silent rank ends by --distributed-timeout-minutes {minutes:g}"
+            return f" (a silent rank ends by --distributed-timeout-minutes {minutes:g})"
     return ""
 
 
@@ -269,7 +267,7 @@ class Monitor:
             state=state,
             snapshot=snapshot,
             exit_reason=self.stage.draining,
-            engines=self._engine_statuses(),
+            engines=tuple(self._engine_statuses()),
             queues=tuple(
                 QueueStatus(name, stats.queued, stats.leased, stats.consumers)
                 for name, stats in ((name, hub.stats()) for name, hub in self.hubs.items())
@@ -280,33 +278,33 @@ class Monitor:
             waits=self.recorder.stalls.waits,
         )
 
-    def _engine_statuses(self) -> tuple[EngineStatus, ...]:
-        there, known = addresses(self.topic, POLICY), entries(self.topic, POLICY)
-        rows = {row.name: row for row in self.recorder.view.engine_rows()}
-        names = sorted({*self.runner.replicas("engine"), *there}, key=lambda name: (len(name), name))
-        return tuple(self._engine_status(name, known.get(name), rows.get(name)) for name in names)
-
-    def _engine_status(self, name: str, entry: EngineEntry | None, row: EngineRow | None) -> EngineStatus:
-        return EngineStatus(
-            name=name,
-            state=entry.state if entry is not None else "starting",
-            version=entry.version if entry is not None and entry.version >= 0 else None,
-            running=int(self.recorder.view.extra("engines", f"{name}{RUNNING}")),
-            waiting=int(self.recorder.view.extra("engines", f"{name}{WAITING}")),
-            limit=entry.limit if entry is not None else 0,
-            idle=row.idle if row is not None else None,
-        )
+    def _engine_statuses(self) -> Iterator[EngineStatus]:
+        there, known, view = addresses(self.topic, POLICY), entries(self.topic, POLICY), self.recorder.view
+        idle = {row.name: row.idle for row in view.engine_rows()}
+        for name in sorted({*self.runner.replicas("engine"), *there}, key=lambda name: (len(name), name)):
+            entry = known.get(name)
+            yield EngineStatus(
+                name=name,
+                state=entry.state if entry is not None else "starting",
+                version=entry.version if entry is not None and entry.version >= 0 else None,
+                running=int(view.extra("engines", f"{name}{RUNNING}")),
+                waiting=int(view.extra("engines", f"{name}{WAITING}")),
+                limit=entry.limit if entry is not None else 0,
+                idle=idle.get(name),
+            )
 
     def facts(self) -> Facts:
         """What /metrics reports of the run."""
         self._watch_engines()
+        router = read_fleet(self.recorder.rundir).get("router")
         return Facts(
             run=self.recorder.view.snapshot(time.monotonic()),
             staleness=self.recorder.view.staleness,
             restarts=self.recorder.restarts,
             dead_letters=len(self.recorder.dead_letters),
             engines=self._engines,
-            router=self._router_metrics(),
+            # The metrics address of the run's router; that of a router started by the user is unknown.
+            router=router.metrics or None if router is not None else None,
         )
 
     def _watch_progress(self) -> None:
@@ -333,8 +331,3 @@ class Monitor:
         left = self.recorder.view.engines_left
         self._engines = {name: None for name in self._engines if name not in left}
         self._engines |= {name: address.url for name, address in addresses(self.topic).items()}
-
-    def _router_metrics(self) -> str | None:
-        """The metrics address of the run's router; that of a router started by the user is unknown."""
-        router = read_fleet(self.recorder.rundir).get("router")
-        return (router.metrics or None) if router is not None else None

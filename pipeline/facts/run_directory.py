@@ -86,7 +86,7 @@ def in_use(path: Path) -> bool:
     return False
 
 
-class RunDir:
+class RunDir(contextlib.AbstractContextManager["RunDir"]):
     """Paths of one run, its lock, and a private directory for its sockets. A context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -213,9 +213,6 @@ class RunDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def __enter__(self) -> RunDir:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -24,6 +24,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -63,7 +64,7 @@ class Dropped(Struct, frozen=True, tag="dropped", omit_defaults=True):
 Record = Span | Dropped
 
 
-class TraceWriter:
+class TraceWriter(AbstractContextManager["TraceWriter"]):
     """Appends the spans of one replica to its file; buffered, so a span costs about a microsecond. A context manager.
 
     It is what a stage calls `Spans` (stages/base.py).
@@ -91,9 +92,6 @@ class TraceWriter:
         self._flushed_s = time.monotonic()
         self._encoder = msgspec.json.Encoder()
         self.dropped = 0
-
-    def __enter__(self) -> TraceWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -200,10 +198,10 @@ def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeRepo
         else:
             dropped += record.records
     origin_s = min(span.start_s for span in spans)
-    pids, names = _processes(spans)
-    placed = _nested(spans, pids)
-    report = MergeReport(len(spans), _link(placed), len(pids), stride, dropped)
-    _write(out, _events(placed, pids, names, origin_s), report)
+    processes = _processes(spans)
+    placed = _nested(spans, processes)
+    report = MergeReport(len(spans), _link(placed), len(processes), stride, dropped)
+    _write(out, _events(placed, processes, origin_s), report)
     return report
 
 
@@ -222,7 +220,7 @@ def _select(trace_dir: Path, max_events: int) -> tuple[int, set[int]]:
     return stride, set(sorted(groups)[::stride])
 
 
-def _processes(spans: list[Span]) -> tuple[dict[str, int], dict[str, str]]:
+def _processes(spans: list[Span]) -> dict[str, tuple[int, str]]:
     """Process number and title of each replica: stages in order of their first span of a group, replicas by name."""
     first: dict[str, float] = {}
     stage_of: dict[str, str] = {}
@@ -231,15 +229,14 @@ def _processes(spans: list[Span]) -> tuple[dict[str, int], dict[str, str]]:
             first[span.stage] = min(first.get(span.stage, span.start_s), span.start_s)
         stage_of.setdefault(span.replica, span.stage)
     order = sorted(stage_of, key=lambda replica: (first.get(stage_of[replica], float("inf")), replica))
-    titles = {replica: f"{stage_of[replica]}: {replica}" for replica in order}
-    return {replica: index + 1 for index, replica in enumerate(order)}, titles
+    return {replica: (number, f"{stage_of[replica]}: {replica}") for number, replica in enumerate(order, start=1)}
 
 
-def _nested(spans: list[Span], pids: dict[str, int]) -> list[_Placed]:
+def _nested(spans: list[Span], processes: dict[str, tuple[int, str]]) -> list[_Placed]:
     """Give a span the id of the span of its sample that encloses it, else a new one; in order of replica and start."""
     placed: list[_Placed] = []
     enclosing: dict[tuple[str, int, int], tuple[int, list[float]]] = {}  # sample -> id, ends of its open spans
-    for span in sorted(spans, key=lambda span: (pids[span.replica], span.start_s, -span.dur_s)):
+    for span in sorted(spans, key=lambda span: (processes[span.replica], span.start_s, -span.dur_s)):
         key, end = (span.replica, span.group_id, span.sample), span.start_s + span.dur_s
         number, ends = enclosing.get(key, (0, []))
         while ends and ends[-1] <= span.start_s:
@@ -249,7 +246,7 @@ def _nested(spans: list[Span], pids: dict[str, int]) -> list[_Placed]:
         else:
             number = len(placed) + 1
             enclosing[key] = (number, [end])
-        placed.append(_Placed(span, pids[span.replica], number, []))
+        placed.append(_Placed(span, processes[span.replica][0], number, []))
     return placed
 
 
@@ -275,9 +272,9 @@ def _link(placed: list[_Placed]) -> int:
     return ends
 
 
-def _events(placed: list[_Placed], pids: dict[str, int], titles: dict[str, str], origin_s: float) -> Iterator[_Event]:
-    for replica, pid in pids.items():
-        yield _Event(name="process_name", ph="M", pid=pid, args={"name": titles[replica]})
+def _events(placed: list[_Placed], processes: dict[str, tuple[int, str]], origin_s: float) -> Iterator[_Event]:
+    for pid, title in processes.values():
+        yield _Event(name="process_name", ph="M", pid=pid, args={"name": title})
         yield _Event(name="process_sort_index", ph="M", pid=pid, args={"sort_index": pid})
     open_spans: defaultdict[int, list[_Event]] = defaultdict(list)  # id -> the ends to come, the innermost last
     for item in placed:

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from statistics import fmean
 from typing import Final
@@ -69,16 +70,13 @@ def clock() -> str:
     return time.strftime("%H:%M:%S")
 
 
-class PlainLog:
+class PlainLog(AbstractContextManager["PlainLog"]):
     """One line per `every` steps, for files and pipes."""
 
     def __init__(self, console: Console | None = None, *, every: int = 1) -> None:
         self._console = console or Console(soft_wrap=True)
         self._every = every
         self._shown = 0  # step of the newest line; a snapshot may skip the exact multiple
-
-    def __enter__(self) -> PlainLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """The terminal was never taken."""

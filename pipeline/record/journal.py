@@ -18,7 +18,9 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -84,7 +86,7 @@ class RolledBack(Struct, frozen=True, tag="rollback"):
 Event = Began | Admitted | Ended | Stepped | Committed | RolledBack | Changed
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """Appends events; `flush` hands them to the operating system, `sync` to the disk.
 
     Raises JournalDamaged if the file holds a damaged line that no crash explains.
@@ -113,9 +115,6 @@ class Journal:
     def sync(self) -> None:
         self._file.flush()
         os.fdatasync(self._file.fileno())
-
-    def __enter__(self) -> Journal:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -224,12 +223,9 @@ def audit(path: Path) -> Audit:
                 ended = {g: e for g, e in ended.items() if g in admitted and _survives(e, event.step, g in again)}
             case Began() | Committed() | Changed():
                 pass
-    outcomes: dict[str, int] = {}
-    for end in ended.values():
-        outcomes[end.outcome] = outcomes.get(end.outcome, 0) + 1
     return Audit(
         admitted=len(admitted),
-        outcomes=outcomes,
+        outcomes=dict(Counter(end.outcome for end in ended.values())),
         open=len(admitted) - len(ended),
         trained={g: e.step for g, e in ended.items() if e.outcome == "trained"},
         twice=tuple(twice),
@@ -266,11 +262,4 @@ def resumed_time(events: Iterable[Event], now: Began, step: int) -> EffectiveTim
                 steps[event.step] = event.took_s
             case RolledBack():
                 steps = {number: took_s for number, took_s in steps.items() if number <= event.step}
-            case _:
-                pass
     return EffectiveTime(now.unix_s, former_s, {number: took_s for number, took_s in steps.items() if number <= step})
-
-
-def last_sign_s(*files: Path) -> float:
-    """Unix time at which one of these files was written last, 0 if there is none."""
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)

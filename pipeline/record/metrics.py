@@ -38,8 +38,10 @@ class JsonlMetrics:
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _repair(path, resume_step)
+        if path.exists():  # cut off a torn last line, and rows after the resumed step; whole, or left alone
+            kept = b"".join(line for step, line in _rows(path) if resume_step is None or step <= resume_step)
+            if len(kept) != path.stat().st_size:
+                write_whole(path, kept, durable=True)
         self.path = path
         self._file = path.open("ab", buffering=0)
         self._encoder = msgspec.json.Encoder()
@@ -168,14 +170,6 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
                     f"{path}, line {number} is no metrics row ({error}); remove the line or choose another --run-dir"
                 ) from error
             yield row.step, line
-
-
-def _repair(path: Path, resume_step: int | None) -> None:
-    """Cut off a torn last line, and rows after the resumed step. The file is replaced whole, or left alone."""
-    kept = [line for step, line in _rows(path) if resume_step is None or step <= resume_step]
-    if sum(map(len, kept)) == path.stat().st_size:
-        return
-    write_whole(path, b"".join(kept), durable=True)
 
 
 VERSION: Final = "eval/version"  # marks the row of an evaluation

@@ -40,13 +40,6 @@ from transport import TopicServer
 BIAS_FILE = "bias.json"
 
 
-def _phase(config: Config) -> str:
-    """The name of this phase in the display."""
-    if config.train.loss_type != "sft_loss":
-        return config.run.mode
-    return "warm start" if config.warm_start.warm_start_steps else "supervised"
-
-
 class Recorder:
     """Writes the records of one phase of a run. A context manager."""
 
@@ -71,9 +64,11 @@ class Recorder:
         self.outages = OutageWatch()
         self.stalls = StallWatch(config.run.stall_notice_s, config.run.stall_limit_s, self.started)
         self.ledger = Ledger()
+        supervised = config.train.loss_type == "sft_loss"
+        phase = "warm start" if config.warm_start.warm_start_steps else "supervised"
         self.view = RunView(
-            mode=_phase(config),
-            supervised=config.train.loss_type == "sft_loss",
+            mode=phase if supervised else config.run.mode,
+            supervised=supervised,
             stages=tuple(name for name in (*path(config), *loops(config)) if name != "prompts"),
             total_steps=config.rollout.num_rollout,
             staleness_bound=config.asynchrony.max_staleness,
@@ -118,7 +113,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         ledger = self.rundir.ledger
-        before_s = journal.last_sign_s(ledger, self.rundir.metrics, self.rundir.summary)
+        files = [file for file in (ledger, self.rundir.metrics, self.rundir.summary) if file.exists()]
+        before_s = max((file.stat().st_mtime for file in files), default=0.0)  # last sign of the start before
         self.journal = journal.Journal(ledger)
         if self._resume_step is not None:
             self.changes = [event for event in journal.read_journal(ledger) if isinstance(event, Changed)]

@@ -59,11 +59,6 @@ class _Replica:
         return {name: grown[name] / seconds if seconds > 0 else 0.0 for name in COUNTERS}
 
 
-def _watched_s(stats: StageStats) -> float:
-    """Seconds since the replica's start: the sum of its four accounts."""
-    return stats.busy_s + stats.starved_s + stats.blocked_s + stats.stalled_s
-
-
 class RunView:
     """Collects what the controller learns and makes snapshots.
 
@@ -124,8 +119,9 @@ class RunView:
         self._retired.discard(key)
         replica = self._replicas.get(key)
         if replica is None:
-            first_s = stats.unix_s - _watched_s(stats)
-            replica = self._replicas[key] = _Replica(stats, first_s, Ring(self._window_s))
+            # Since the replica's start: the sum of its four accounts.
+            watched_s = stats.busy_s + stats.starved_s + stats.blocked_s + stats.stalled_s
+            replica = self._replicas[key] = _Replica(stats, stats.unix_s - watched_s, Ring(self._window_s))
         replica.feed(stats)
 
     def newest(self) -> list[StageStats]:
@@ -231,6 +227,8 @@ class RunView:
         weighted = sum(lag * count for lag, count in self.staleness.items())
         wasted = sum(self.waste.values())
         generated = self.trained_tokens + wasted
+        seconds, grown = self._steps.change()
+        tokens = grown.get("tokens", 0.0)
         rows = tuple(self._row(stage) for stage in self._order)
         busiest = max(((row.stage, row.busy) for row in rows if row.replicas), key=lambda pair: pair[1], default=None)
         return RunSnapshot(
@@ -240,7 +238,7 @@ class RunView:
             step=self._step,
             total_steps=self._total_steps,
             elapsed_s=now_s - self._started_s,
-            eta_s=self._eta_s(now_s),
+            eta_s=self._eta_s(now_s, seconds, grown.get("step", 0.0)),
             version=self.version,
             in_flight=self.gate[0],
             may_enter=self.gate[1],
@@ -253,7 +251,7 @@ class RunView:
             staleness_max=max((lag for lag, count in self.staleness.items() if count), default=None),
             staleness_bound=self.bound,
             trained_tokens=self.trained_tokens,
-            trained_tokens_per_s=self._token_rate(),
+            trained_tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
             wasted_tokens=wasted,
             wasted_share=wasted / generated if generated else 0.0,
             busiest=busiest,
@@ -307,14 +305,9 @@ class RunView:
             restarts=max(self._restarts[stage], sum(replica.restarts for replica in everyone)),
         )
 
-    def _eta_s(self, now_s: float) -> float | None:
-        """Remaining steps at the pace of the last 20, or of all if fewer; counts down between steps."""
-        seconds, grown = self._steps.change()
-        if self._total_steps is None or self._steps.newest is None or not grown.get("step"):
+    def _eta_s(self, now_s: float, seconds: float, steps: float) -> float | None:
+        """Remaining steps at the pace of the last `steps`, which took so many seconds; counts down between steps."""
+        if self._total_steps is None or self._steps.newest is None or not steps:
             return None
         at_s, counters = self._steps.newest
-        return max(0.0, (self._total_steps - counters["step"]) * seconds / grown["step"] - (now_s - at_s))
-
-    def _token_rate(self) -> float:
-        seconds, grown = self._steps.change()
-        return grown["tokens"] / seconds if seconds > 0 else 0.0
+        return max(0.0, (self._total_steps - counters["step"]) * seconds / steps - (now_s - at_s))

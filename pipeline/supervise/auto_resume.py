@@ -134,7 +134,7 @@ class AutoResume:
         times, saved_before = 0, None
         while True:
             code = self._once(times)
-            why = None if self._stopping() else self._mendable(code)
+            why = None if self._stop_signal else self._mendable(code)
             if why is None:
                 return _shell_code(code)
             lost, limit, window = self._budget.lost(), self._budget.limit, f"{WINDOW_S / 60:g} minutes"
@@ -149,10 +149,13 @@ class AutoResume:
             if self._servers is not None and saved == saved_before and self._servers.end():
                 note = ", with new engines, since it has saved nothing after its last start"  # one may be why
             saved_before = saved
+            doing = f"starting it again in {self._run_dir}, from its beginning, since it has no checkpoint yet"
+            if saved:
+                doing = f"resuming {self._run_dir} from its last checkpoint"
             number = f"(start {lost} of at most {limit} within {window})"
-            self._say(f"the run ended with {why}; {self._doing()}{note} {number}")
+            self._say(f"the run ended with {why}; {doing}{note} {number}")
             time.sleep(backoff_s(lost))
-            if self._stopping():
+            if self._stop_signal:
                 return _shell_code(-self._stop_signal)
 
     def _once(self, times: int) -> int:
@@ -184,11 +187,6 @@ class AutoResume:
         """The newest checkpoint; empty if there is none."""
         return max((str(file) for file in self._run_dir.glob("checkpoints/step-*/manifest.json")), default="")
 
-    def _doing(self) -> str:
-        if self._saved():
-            return f"resuming {self._run_dir} from its last checkpoint"
-        return f"starting it again in {self._run_dir}, from its beginning, since it has no checkpoint yet"
-
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stop_signal = number
         self._unsent.append(number)
@@ -198,9 +196,6 @@ class AutoResume:
         """A signal that comes while the child is being started, or meanwhile, is still sent once."""
         while self._child is not None and self._unsent:
             self._child.send_signal(self._unsent.pop())
-
-    def _stopping(self) -> bool:
-        return self._stop_signal != 0
 
 
 def _shell_code(code: int) -> int:

@@ -50,30 +50,6 @@ class Note(Struct, frozen=True):
     url: str
     digest: str
 
-    def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-
-def read_note(text: str) -> Note | None:
-    """None for one that this version did not write."""
-    try:
-        return msgspec.json.decode(text, type=Note)
-    except msgspec.MsgspecError:
-        return None
-
-
-def digest(process: ProcessSpec, *more: object) -> str:
-    """Of how a server is started: command line, variables, and the files of its model, by size and time of change. The
-    weights of a frozen one are nowhere else."""
-    files = [
-        (str(file), (found := file.stat()).st_size, found.st_mtime_ns)
-        for place in process.files
-        for file in sorted(Path(place).iterdir() if Path(place).is_dir() else ())
-        if file.exists()
-    ]
-    parts = (process.argv, dict(process.env), files, more)
-    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
-
 
 async def refusal(url: str, token: Token | None, *, frozen: bool) -> str | None:
     """Have a server give up all that it does; why it cannot be used, None if it can. Waits `LIMIT_S` at the most."""
@@ -128,7 +104,7 @@ class EngineProcess(SupervisedServer):
         try:
             with launcher.held_port(self.name, self.spec.port) as port:
                 process, url = self._process(self.spec, incarnation, host, port)
-                note = Note(url, self._digest(host)).encode()
+                note = msgspec.json.encode(Note(url, self._digest(host))).decode()
                 process = msgspec.structs.replace(process, note=note, gpus=self.spec.gpus)
                 yield StartCommand(process, url, self.token.token)
         except PortInUse as error:
@@ -142,7 +118,9 @@ class EngineProcess(SupervisedServer):
         if not (left := launcher.left(self.name)):
             return None
         clock = asyncio.get_running_loop().time
-        host, began, note = launcher.address(self.name), clock(), read_note(left)
+        host, began, note = launcher.address(self.name), clock(), None
+        with contextlib.suppress(msgspec.MsgspecError):  # another version wrote it
+            note = msgspec.json.decode(left, type=Note)
         process = msgspec.structs.replace(self._process(self.spec, 0, host, 0)[0], note=left)
         handle, token = launcher.take_over(process), self.token.token
         why: str | None = "it was started with other settings"
@@ -157,11 +135,20 @@ class EngineProcess(SupervisedServer):
         return StartCommand(process, note.url, token, taken_over=True), handle
 
     def _digest(self, host: str) -> str:
-        """Of all that the engine is started with but its port, where that is any, and what differs from one start of
-        the run to the next: its seed, and which requests meet a fault."""
+        """Of all that the engine is started with: command line, variables, and the files of its model, by size and time
+        of change, since the weights of a frozen one are nowhere else. Left out are its port, where that is any, and
+        what differs from one start of the run to the next: its seed, and which requests meet a fault."""
         faults = self.spec.faults and msgspec.structs.replace(self.spec.faults, run_generation=0)
         process, _ = self._process(msgspec.structs.replace(self.spec, faults=faults), 0, host, 0)
-        return digest(process, self.spec.port, self.spec.gpus, self.program)
+        files = [
+            (str(file), (found := file.stat()).st_size, found.st_mtime_ns)
+            for place in process.files
+            for file in sorted(Path(place).iterdir() if Path(place).is_dir() else ())
+            if file.exists()
+        ]
+        more = (self.spec.port, self.spec.gpus, self.program)
+        parts = (process.argv, dict(process.env), files, more)
+        return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
 
     @abstractmethod
     def _process(self, spec: EngineSpec, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:

@@ -129,7 +129,7 @@ class ExternalEngine(ExternalServer):
                 self.lifecycle.engine_up(self.spec, self.url, incarnation, version)
                 complaint = partial(self.lifecycle.complaint, self.name, incarnation)
                 why = await until("lost", self.tracker, look, self.interval_s, complaint)
-                self.lifecycle.engine_away(self.spec, why)
+                self.lifecycle.away(self.spec.kind, self.name, self.url, why)
                 version = await self._return(client, first)
                 self.lifecycle.say(f"{self.name}: {self.url} answers again")
 
@@ -193,6 +193,7 @@ class ExternalRouter(ExternalServer):
             await self.arrival(look, "router", cure)
             for incarnation in itertools.count():
                 self.lifecycle.router_up(RouterAddress(self.kind, self.url, incarnation, token=self.token), "", "")
-                self.lifecycle.router_away(self.url, await until("lost", self.tracker, look, self.interval_s))
+                why = await until("lost", self.tracker, look, self.interval_s)
+                self.lifecycle.away("router", self.name, self.url, why)
                 await until("recovered", self.tracker, look, self.interval_s)
                 self.lifecycle.say(f"router: {self.url} answers again")

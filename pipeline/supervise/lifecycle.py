@@ -24,7 +24,7 @@ import msgspec
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
 from pipeline.errors import ReplicaFailed
-from pipeline.facts.run_directory import EngineSpec, ServerInfo
+from pipeline.facts.run_directory import EngineSpec, Kind, ServerInfo
 from pipeline.facts.stats import STATS_PREFIX, StageStats, outage_text, visible
 from pipeline.hosts.machine import visible_gpus
 from pipeline.record.recorder import Recorder
@@ -52,10 +52,7 @@ class Lifecycle:
             raise ReplicaFailed(f"{name} ended with {why}, and {fault}")
         self.recorder.lost(stage, name, why)
         self.release(name, blame=stage != "train")  # it held all that waits, to whatever it was that killed it
-        if stage in ("engine", "frozen"):
-            self._drop_engine(name)
-        elif stage == "router":
-            self._drop_router()
+        self._drop(stage, name)
 
     def release(self, name: str, *, blame: bool = True) -> None:
         """A replica has ended with its process: release its leases, and blame what it had started."""
@@ -125,27 +122,22 @@ class Lifecycle:
 
     def engine_left(self, spec: EngineSpec) -> None:
         """An engine that was scaled away has ended: no part of the run waits for it any more."""
-        self._drop_engine(spec.name)
+        self._drop(spec.kind, spec.name)
         self.recorder.view.engines_left.add(spec.name)
         if self._fleet.pop(spec.name, None) is not None:
             write_json(self.recorder.rundir.fleet, self._fleet)
         self.recorder.say(f"{spec.name} has ended, engine is scaled down")
 
-    def engine_away(self, spec: EngineSpec, why: str) -> None:
-        """An external engine does not answer: it gets no requests until it is up again."""
-        self._drop_engine(spec.name)
-        self._away(spec.name, spec.external, why, spec.kind)
+    def away(self, kind: Kind, name: str, url: str, why: str) -> None:
+        """An external engine or router does not answer: it gets no requests until it is up again."""
+        self._drop(kind, name)
+        self.recorder.say(f"{name}: {url} is lost after {why}; {outage_text(self.config, kind)}")
 
     def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
         """The router takes requests; its engines must be added to it again. `metrics`: the address of its /metrics."""
         self.topic.publish("router", msgspec.msgpack.encode(address))
         facts = ServerInfo(address.kind, address.url, address.incarnation, version, "router", metrics)
         self._remember("router", facts)
-
-    def router_away(self, url: str, why: str) -> None:
-        """An external router does not answer: it gets no requests until it is up again."""
-        self._drop_router()
-        self._away("router", url, why, "router")
 
     def loading(self, name: str) -> bool:
         """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
@@ -161,15 +153,11 @@ class Lifecycle:
         """A line for the user."""
         self.recorder.say(line)
 
-    def _away(self, name: str, url: str, why: str, kind: str) -> None:
-        self.recorder.say(f"{name}: {url} is lost after {why}; {outage_text(self.config, kind)}")
-
-    def _drop_engine(self, name: str) -> None:
-        for kind in ("engine", "directory", "device", "complaint", "slow"):
-            self.topic.drop(f"{kind}/{name}")
-
-    def _drop_router(self) -> None:
-        for key in ("router", "router_state"):
+    def _drop(self, kind: str, name: str) -> None:
+        """Take a server that is gone off the topic; of other processes nothing stands there."""
+        of_engine = [f"{what}/{name}" for what in ("engine", "directory", "device", "complaint", "slow")]
+        keys = {"engine": of_engine, "frozen": of_engine, "router": ["router", "router_state"]}
+        for key in keys.get(kind, ()):
             self.topic.drop(key)
 
     def _remember(self, name: str, facts: ServerInfo) -> None:

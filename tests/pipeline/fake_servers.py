@@ -68,14 +68,11 @@ class Told:
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         self.events.append(("up", spec.name, url, str(incarnation), version))
 
-    def engine_away(self, spec: EngineSpec, why: str) -> None:
-        self.events.append(("away", spec.name, why))
+    def away(self, kind: str, name: str, url: str, why: str) -> None:
+        self.events.append(("away", name, why))
 
     def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
         self.events.append(("router", address.kind, address.url, str(address.incarnation), version))
-
-    def router_away(self, url: str, why: str) -> None:
-        self.events.append(("away", "router", why))
 
     def loading(self, name: str) -> bool:
         return self.is_loading

@@ -221,9 +221,9 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(rund
         assert sorted(topic.items("")) == ["engine/frozen-judge", "router"]
         assert addresses(topic, "judge")["frozen-judge"].url == "http://j:1"
         assert read_fleet(rundir)["frozen-judge"].role == "frozen"
-        announcer.engine_away(spec, "2 failed health checks in a row (refused)")
+        announcer.away("frozen", spec.name, spec.external, "2 failed health checks in a row (refused)")
         topic.publish("router_state", b"")
-        announcer.router_away("http://r:2", "a failed health check (refused)")
+        announcer.away("router", "router", "http://r:2", "a failed health check (refused)")
         assert sorted(topic.items("")) == []
         engine = EngineSpec("engine-0", config.engine, "", None, 0, 0, external="http://e:3")
         announcer.engine_up(engine, "http://e:3", 0, "0.5.23")
@@ -239,7 +239,7 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(rund
             assert announcer.loading("engine-0") == loads
         assert announcer.loading("engine-1"), "it has no weights yet"
         topic.publish("device/engine-0", b"")
-        announcer.engine_away(engine, "a failed health check (refused)")
+        announcer.away("engine", engine.name, engine.external, "a failed health check (refused)")
         assert sorted(topic.items("")) == []
         announcer.router_up(RouterAddress("sglang", "http://r:4", 0), "", "")
         announcer.lost("router", "router", "exit code 1")
