@@ -29,7 +29,7 @@ COMMANDS: Final = {  # the other ones, and where they are
     "view": "pipeline.view.server",
     "report": "pipeline.view.html_report",
     "export": "pipeline.record.kept_files",
-    "compare": "pipeline.observe.compare_modes",
+    "compare": "pipeline.observe.compare",
     "convert": "configs.migrate.convert",
 }
 

@@ -21,8 +21,7 @@ from models.disk import read_file
 from pipeline.errors import UsageError
 from pipeline.facts.stats import Changed, GoodputFigures, LedgerCounts
 from pipeline.observe.table import duration, goodput_text, largest, number, quantity
-from pipeline.record.health import Alarm
-from pipeline.record.stalls import OutageSummary, Stall
+from pipeline.record.health import Alarm, OutageSummary, Stall
 from stages.train.batch_metrics import quantile
 
 PACKAGES: Final = (

@@ -36,8 +36,8 @@ from pipeline.facts.run_log import loop_watched, named, run_log
 from pipeline.facts.stats import StageStats
 from pipeline.graph import STAGES, Graph, build, message_bytes, stream_spec
 from pipeline.hosts.worker import ReplicaSpec, run_replica
+from pipeline.record.health import MOST_KEPT, Stall, StallWatch
 from pipeline.record.journal import Journal, RolledBack
-from pipeline.record.stalls import MOST_KEPT, Stall, StallWatch
 from pipeline.supervise.lifecycle import DeadLetters
 from stages.base import MapStage
 from stages.group.stage import GroupStage

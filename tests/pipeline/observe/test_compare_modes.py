@@ -14,7 +14,7 @@ from configs.layers import ConfigError
 from configs.load import load
 from pipeline.errors import UsageError
 from pipeline.facts.stats import GoodputFigures
-from pipeline.observe.compare_modes import Segment, main, report
+from pipeline.observe.compare import Segment, main, report
 from tests.pipeline.launching import NO_DATA, ROOT, SIMULATED, environment, made_model
 
 
@@ -63,7 +63,7 @@ def test_segments_of_the_quickstart_get_its_recipe(monkeypatch: pytest.MonkeyPat
         runs.append(list(flags))
         raise UsageError("stopped")
 
-    monkeypatch.setattr("pipeline.observe.compare_modes._run", stop)
+    monkeypatch.setattr("pipeline.observe.compare._run", stop)
     for given, recipes in (
         ([], ["quickstart"]),
         (["--config", "async_tis"], ["toy"]),

@@ -12,8 +12,8 @@ import pytest
 
 import launch
 from pipeline.facts.run_directory import RunDir
-from pipeline.observe import compare_modes
-from pipeline.observe.compare_runs import names_runs
+from pipeline.observe import compare
+from pipeline.observe.compare import names_runs
 
 COUNTS = {"admitted": 0, "trained": 0, "filtered": 0, "stale": 0, "failed": 0, "discarded": 0, "open": 0}
 SUMMARY = {
@@ -132,5 +132,5 @@ def test_flags_are_still_those_of_an_experiment(ended: Path, monkeypatch: pytest
     assert not names_runs(["--config", "quickstart"])
     assert not names_runs(["train.lr=1e-4"])
     assert not names_runs([str(ended), "--mode", "sync"])
-    monkeypatch.setattr(compare_modes, "compare_runs", lambda argv: pytest.fail("these are flags"))
+    monkeypatch.setattr(compare, "compare_runs", lambda argv: pytest.fail("these are flags"))
     assert launch.main(["compare", "--batches", "4"]) == 2

@@ -35,7 +35,7 @@ from pipeline.observe.summary import (
     summarise_evals,
     summarise_staleness,
 )
-from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
+from pipeline.record.goodput import MOST_REASONS, GroupOutcomes
 from pipeline.record.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
 from pipeline.record.recorder import Recorder
 from stages.messages import Settled, StepDone

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.record.metrics import Metrics, read_metrics
-from pipeline.record.trackers import IDS, TrackerThread, trackers
+from pipeline.record.metrics import IDS, Metrics, TrackerThread, read_metrics, trackers
 from tests.configs.config_rig import faults_of
 from tests.stages.stage_rig import make_config
 

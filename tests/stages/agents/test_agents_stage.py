@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from configs.schema import Config
-from pipeline.record.stalls import OutageWatch
+from pipeline.record.health import OutageWatch
 from stages.agents import hosting
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward

@@ -1,40 +1,44 @@
 """`python launch.py compare FLAGS`: short segments of sync and of async with several N on one configuration.
 
-`compare RUN RUN ...` shows runs that were made side by side, and starts nothing.
-
 Each segment is a run of its own from the same weights, with the same prompts and seeds. The modes take turns, round by
 round, so that another load of the machine falls on all of them. A warm start is made once, before the first segment.
 The command says which mode to take, and why; it changes nothing.
 
 The choice: the mode with the most trained rollouts per second. If an evaluation is configured and another mode scores
 higher at equal time by more than the rounds differ, that is said as well.
+
+`compare RUN RUN ...`: runs side by side: the settings that differ, and the main figures. Figures of a run that has
+ended are those of its `summary.json`. Of one that goes on, or was killed, they come from `metrics.jsonl`, and what that
+does not tell is unknown. Nothing is started, and no run is asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
 from configs.command_line import parse
-from configs.load import load_arguments, with_work
+from configs.load import CONFIG_FILE, load_arguments, with_work
 from configs.rules.validate import checked
 from configs.schema import Config
 from models.checkpoint import latest_checkpoint
-from models.disk import write_json
+from models.disk import read_file, write_json
 from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir, in_use
 from pipeline.facts.run_log import PROJECT, show
-from pipeline.facts.stats import GoodputFigures
-from pipeline.observe.compare_runs import compare_runs, names_runs
-from pipeline.observe.summary import read_summary
-from pipeline.observe.table import duration, goodput_text, number
+from pipeline.facts.stats import GoodputFigures, visible
+from pipeline.observe.summary import read_summary, summarise_evals, summarise_reward
+from pipeline.observe.table import columns, duration, goodput_text, number, quantity
 from pipeline.record.metrics import evaluations, read_metrics
 
 WARM_UP: Final = 3  # batches of a segment that are not counted
@@ -160,7 +164,8 @@ def report(segments: Sequence[Segment]) -> list[str]:
         line = f"{mode:<14}{spread:>20}{fmean(one.staleness for one in found):>11.2f}"
         line += f"{fmean(one.wasted for one in found):>8.1%}"
         if shortest is not None:
-            line += f"{fmean(one.scores[-1][1] for one in found):>15.3f}{number(_score(found, shortest)):>12}"
+            scores = _scores(found, shortest)
+            line += f"{fmean(one.scores[-1][1] for one in found):>15.3f}{number(fmean(scores) if scores else None):>12}"
         lines.append(line)
     if shortest is not None:
         lines.append(f"score/samples: after all batches; score/time: {duration(shortest)} after the first weights")
@@ -169,9 +174,8 @@ def report(segments: Sequence[Segment]) -> list[str]:
     return [*lines, "", *_choice(by_mode, shortest)]
 
 
-def _score(found: Sequence[Segment], seconds: float | None) -> float | None:
-    scores = [score for one in found if seconds is not None and (score := one.score_at(seconds)) is not None]
-    return fmean(scores) if scores else None
+def _scores(found: Sequence[Segment], seconds: float) -> list[float]:
+    return [score for one in found if (score := one.score_at(seconds)) is not None]
 
 
 def _choice(by_mode: dict[str, list[Segment]], shortest: float | None) -> list[str]:
@@ -185,12 +189,11 @@ def _choice(by_mode: dict[str, list[Segment]], shortest: float | None) -> list[s
         ]
     else:
         lines = [f"take {best}: it trains {gain:.2f} times as many rollouts per second as sync"]
-    scores = {mode: _score(found, shortest) for mode, found in by_mode.items()}
-    known = {mode: score for mode, score in scores.items() if score is not None}
+    scores = {mode: _scores(found, shortest) for mode, found in by_mode.items()} if shortest is not None else {}
+    known = {mode: fmean(values) for mode, values in scores.items() if values}
     if shortest is not None and best in known:
         top = max(known, key=known.__getitem__)
-        ends = [[score for one in found if (score := one.score_at(shortest)) is not None] for found in by_mode.values()]
-        noise = max(max(values) - min(values) for values in ends if values)
+        noise = max(max(values) - min(values) for values in scores.values() if values)
         if known[top] - known[best] > noise:
             lines.append(
                 f"but {top} scores higher after {duration(shortest)}: {known[top]:.3f} against {known[best]:.3f}"
@@ -200,3 +203,133 @@ def _choice(by_mode: dict[str, list[Segment]], shortest: float | None) -> list[s
                 f"after {duration(shortest)} no mode scores higher by more than the rounds differ ({noise:.3f})"
             )
     return lines
+
+
+PLACES: Final = ("run.run_dir", "run.resume")  # settings that always differ
+WIDEST: Final = 32  # characters of a value
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """What a run came to; None where it is unknown."""
+
+    state: str  # running, killed, or how it ended
+    steps: int
+    reward_first: float | None = None  # mean of its first steps
+    reward_last: float | None = None
+    eval_best: float | None = None  # of the first data set
+    staleness_mean: float | None = None  # of trained tokens, in versions
+    tokens_per_s: float | None = None  # trained
+    goodput: float | None = None  # share of the slot time
+    wasted_share: float | None = None  # of the generated tokens
+    wall_s: float | None = None
+
+
+SHOWN: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {  # of the figures, and how
+    "state": ("state", str), "steps": ("steps", str), "reward, first": ("reward_first", number),
+    "reward, last": ("reward_last", number), "eval, best": ("eval_best", number),
+    "staleness, mean": ("staleness_mean", number), "trained tokens/s": ("tokens_per_s", quantity),
+    "goodput": ("goodput", number), "wasted tokens": ("wasted_share", "{:.1%}".format),
+    "wall time": ("wall_s", duration),
+}  # fmt: skip
+
+
+def names_runs(argv: Sequence[str]) -> bool:
+    """Whether a command line is one of runs, not of flags of an experiment."""
+    words = [word for word in argv if word != "--json"]
+    return bool(words) and all(Path(word).exists() or ("=" not in word and word[:1] != "-") for word in words)
+
+
+def compare_runs(argv: Sequence[str]) -> int:
+    """Show runs side by side; returns the exit code. Raises UsageError."""
+    parser = argparse.ArgumentParser(prog="launch.py compare", description="Show runs side by side.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    arguments = parser.parse_args(argv)
+    runs: list[Path] = arguments.runs
+    if len(runs) < 2:
+        raise UsageError(f"compare has one run, {runs[0]}, but needs two or more: compare RUN RUN ...")
+    for run in runs:
+        if not (run / CONFIG_FILE).is_file():
+            raise UsageError(
+                f"{run} holds no run (no {CONFIG_FILE}); give directories that runs printed at their start"
+            )
+    settings, found = differing(runs), [figures(RunDir(run)) for run in runs]
+    value = {"runs": [str(run) for run in runs], "figures": found, "settings": settings}
+    show("\n".join(side_by_side(runs, found, settings)), value, as_json=arguments.json)
+    return 0
+
+
+def differing(runs: Sequence[Path]) -> dict[str, list[Any]]:
+    """Settings that are not equal in all runs: a value for each run, None where it has none."""
+    found = [settings_of(run / CONFIG_FILE) for run in runs]
+    keys = list(dict.fromkeys(key for values in found for key in values if key not in PLACES))
+    rows = {key: [values.get(key) for values in found] for key in keys}
+    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """By their dotted keys, also of a run of another version. Raises UsageError."""
+    try:
+        tables = tomllib.loads(read_file(path).decode())
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read ({error}); it was edited: mend it, or leave its run out") from error
+    sections = [(name, table) for name, table in tables.items() if isinstance(table, dict)]
+    values = {f"{name}.{key}": value for name, table in sections for key, value in table.items()}
+    return values | {name: table for name, table in tables.items() if isinstance(table, list)}
+
+
+def figures(rundir: RunDir) -> Figures:
+    """Of a run in whatever state it is. Raises UsageError for a file that cannot be read."""
+    live = in_use(rundir.path)
+    if not live and rundir.summary.is_file():
+        summary = read_summary(rundir.summary)
+        return Figures(
+            state=summary.exit_reason,
+            steps=summary.steps,
+            reward_first=summary.reward.first,
+            reward_last=summary.reward.last,
+            eval_best=summary.eval.best,
+            staleness_mean=summary.staleness.mean,
+            tokens_per_s=summary.tokens_per_s,
+            goodput=summary.goodput.goodput,
+            wasted_share=summary.wasted_share,
+            wall_s=summary.wall_s,
+        )
+    rows = list(read_metrics(rundir.metrics)) if rundir.metrics.is_file() else []
+    reward = summarise_reward([row["reward/mean"] for row in rows if "reward/mean" in row])
+    last = {name: value for row in rows for name, value in row.items()}
+    trained = [row for row in rows if row.get("trained_tokens")]
+    seconds = trained[-1]["wall_s"] - trained[0]["wall_s"] if trained else 0.0
+    return Figures(
+        state="running" if live else "killed",
+        steps=int(last.get("step", 0)),
+        reward_first=reward.first,
+        reward_last=reward.last,
+        eval_best=summarise_evals(evaluations(rows)).best,
+        tokens_per_s=(trained[-1]["trained_tokens"] - trained[0]["trained_tokens"]) / seconds if seconds else None,
+        goodput=last.get("goodput/share"),
+        wall_s=last.get("wall_s"),
+    )
+
+
+def side_by_side(runs: Sequence[Path], found: Sequence[Figures], settings: dict[str, list[Any]]) -> list[str]:
+    """A column for each run: its figures, then the settings that differ."""
+    short = [run.name for run in runs]
+    names = short if len(set(short)) == len(short) else [str(run) for run in runs]
+    rows = [
+        [title, *("-" if (value := getattr(one, name)) is None else form(value) for one in found)]
+        for title, (name, form) in SHOWN.items()
+    ]
+    rows += [[""], ["settings that differ" if settings else "no setting differs"]]
+    rows += [
+        [key, *("-" if value is None else json.dumps(value, ensure_ascii=False) for value in row)]
+        for key, row in settings.items()
+    ]
+    cells = [["", *names], *([row[0], *(_cut(visible(cell)) for cell in row[1:])] for row in rows)]
+    return [line.rstrip() for line in columns(cells)]
+
+
+def _cut(text: str) -> str:
+    """One line, no wider than a column may be."""
+    line = text.replace("\n", " ").replace("\t", " ")
+    return line if len(line) <= WIDEST else f"{line[: WIDEST - 3]}..."
