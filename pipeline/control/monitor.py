@@ -245,7 +245,7 @@ class Monitor:
         self.advice = self._advise()
         parts = [alarm.cure for alarm in self.recorder.health.active.values()]
         parts += [self.advice.sentence] if self.advice is not None else []
-        self.recorder.view.advice = "; ".join(parts)
+        self.recorder.view.run.advice = "; ".join(parts)
         self.display.update(self.recorder.view.snapshot(time.monotonic()))
         self._watch_engines()
         self._watch_progress()

@@ -103,31 +103,31 @@ class EngineRow:
     update_s: float | None  # length of its newest weight update
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunSnapshot:
-    """Everything that a display needs."""
+    """Everything that a display needs. The run's own is brought up to date in place; displays get a copy."""
 
     mode: str
-    step: int
-    total_steps: int | None
-    elapsed_s: float
-    eta_s: float | None  # None until two steps are done
-    version: int
-    in_flight: int  # groups that were admitted and have no outcome yet
-    may_enter: int | None  # groups that the staleness gate lets in now
-    stages: tuple[StageRow, ...]
-    ledger: LedgerCounts
-    reward_mean: float | None
-    reward_recent: float | None  # mean of the last steps
-    evals: Mapping[str, tuple[int, float]]  # newest (version, value) by data set
-    staleness_mean: float | None  # of all trained tokens so far
-    staleness_max: int | None
-    staleness_bound: int | None
-    trained_tokens: int
-    trained_tokens_per_s: float
-    wasted_tokens: int
-    wasted_share: float  # of the tokens generated for settled groups
-    busiest: tuple[str, float] | None  # stage with the largest busy share now, and that share
+    step: int = 0
+    total_steps: int | None = None
+    elapsed_s: float = 0.0
+    eta_s: float | None = None  # None until two steps are done
+    version: int = 0  # of the weights that all engines carry
+    in_flight: int = 0  # groups that were admitted and have no outcome yet
+    may_enter: int | None = None  # groups that the staleness gate lets in now
+    stages: tuple[StageRow, ...] = ()
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    reward_mean: float | None = None
+    reward_recent: float | None = None  # mean of the last steps
+    evals: dict[str, tuple[int, float]] = field(default_factory=dict)  # newest (version, value) by data set
+    staleness_mean: float | None = None  # of all trained tokens so far
+    staleness_max: int | None = None
+    staleness_bound: int | None = None
+    trained_tokens: int = 0
+    trained_tokens_per_s: float = 0.0
+    wasted_tokens: int = 0
+    wasted_share: float = 0.0  # of the tokens generated for settled groups
+    busiest: tuple[str, float] | None = None  # stage with the largest busy share now, and that share
     engines: tuple[EngineRow, ...] = ()
     advice: str = ""  # which stage to scale; empty until enough was measured
     alarms: tuple[str, ...] = ()  # what goes wrong with the training: its name, a colon, the sentence

@@ -150,7 +150,7 @@ class Goodput:
             cancels=self._asynchrony.cancel_stale_rollouts,
         )
         self._work, self._before, self._batches, self._train_s = work, figures, 0, 0.0
-        ahead = max((self.view.bound or 0) - self._asynchrony.update_weights_interval + 1, 0)
+        ahead = max((self.view.run.staleness_bound or 0) - self._asynchrony.update_weights_interval + 1, 0)
         self._attainable = attainable(work, ahead).goodput
 
     def figures(self) -> GoodputFigures:
@@ -159,7 +159,7 @@ class Goodput:
         recomputed = int(self.view.extra("generate", "recomputed_tokens"))
         if whole <= 0:
             return GoodputFigures(waste=waste, recomputed_tokens=recomputed)
-        trained = self.view.trained_tokens
+        trained = self.view.run.trained_tokens
         made, working = max(trained + sum(waste.values()), 1), self._slot_s["working"] / whole
         lost = {name: seconds / whole for name, seconds in self._slot_s.items() if name != "working" and seconds > 0}
         lost |= {cause: working * n / made for cause, n in waste.items()}

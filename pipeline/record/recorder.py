@@ -180,9 +180,8 @@ class Recorder:
         oldest = max(report.staleness, default=0)
         self.journal.write(journal.Stepped(report.step, report.token_hash, oldest, round(took_s, 3)))
         self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
-        self._open_metrics().write(
-            report.step, metrics, wall_s=self.wall_s, trained_tokens=self.view.snapshot(now).trained_tokens
-        )
+        trained_tokens = self.view.run.trained_tokens
+        self._open_metrics().write(report.step, metrics, wall_s=self.wall_s, trained_tokens=trained_tokens)
         self._report(self.health.step(report.step, metrics))
         await self._forget_responses()
 
@@ -202,10 +201,10 @@ class Recorder:
 
     async def evaluated(self, report: EvalDone) -> None:
         self.evals.append(report)
-        snapshot = self.view.snapshot(time.monotonic())
+        run = self.view.run
         values = {**report.metrics, "eval/version": float(report.version), "eval/complete": float(report.complete)}
-        values["eval/lag_steps"] = float(max(snapshot.step - report.version, 0))
-        self._open_metrics().write(report.version, values, wall_s=self.wall_s, trained_tokens=snapshot.trained_tokens)
+        values["eval/lag_steps"] = float(max(run.step - report.version, 0))
+        self._open_metrics().write(report.version, values, wall_s=self.wall_s, trained_tokens=run.trained_tokens)
         for point in scores(report.metrics, report.version):
             self.view.evaluated(*point)
             if report.complete:
@@ -256,7 +255,7 @@ class Recorder:
 
     def changed(self, what: str, value: str) -> None:
         """The user changed the running run. Journalled before the reply to the user."""
-        change = Changed(self.view.snapshot(time.monotonic()).step, what, value)
+        change = Changed(self.view.run.step, what, value)
         self.changes.append(change)
         self.journal.write(change)
         self.journal.flush()
@@ -265,7 +264,7 @@ class Recorder:
     def bound(self, max_staleness: int) -> None:
         """The bound of staleness was changed."""
         self.staleness_bound = max(self.staleness_bound or 0, max_staleness)
-        self.view.bound = max_staleness
+        self.view.run.staleness_bound = max_staleness
 
     def dead_letter(self, stream: str, key: str, reason: str) -> None:
         self.dead_letters.append(f"{stream} {key}: {reason}")
@@ -275,16 +274,15 @@ class Recorder:
         for value in topic.items(STATS_PREFIX).values():
             self.view.stage(msgspec.msgpack.decode(value, type=StageStats))
         self.view.queues = dict(queues)
-        self.view.ledger = self.counts()
-        self.view.gate = (self.ledger.open, capacity)
-        self.view.version = version
-        self.view.alarms = tuple(alarm.sentence for alarm in self.health.active.values())
+        run = self.view.run
+        run.ledger, run.in_flight, run.may_enter, run.version = self.counts(), self.ledger.open, capacity, version
+        run.alarms = tuple(alarm.sentence for alarm in self.health.active.values())
         carried = carrying(topic)
         reports = {name: (entry.version, entry.update_s) for name, entry in carried.items()}
         self.view.engines({name: reports.get(name) for name in addresses(topic, POLICY)})
         if self.training_started is not None:
             self.goodput.look(time.monotonic(), carried, capacity)
-        self.view.goodput = self.goodput.figures()
+        run.goodput = self.goodput.figures()
         self._topic = topic
 
     def counts(self) -> LedgerCounts:

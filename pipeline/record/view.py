@@ -11,18 +11,9 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pipeline.facts.stats import (
-    COUNTERS,
-    EngineRow,
-    GoodputFigures,
-    LedgerCounts,
-    Ring,
-    RunSnapshot,
-    StageRow,
-    StageStats,
-)
+from pipeline.facts.stats import COUNTERS, EngineRow, Ring, RunSnapshot, StageRow, StageStats
 from stages.topic_values import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage reports them
@@ -84,32 +75,22 @@ class RunView:
         first_step: int = 0,
         window_s: float = 15.0,
     ) -> None:
-        self._mode, self._supervised = mode, supervised
-        self._loss: float | None = None
-        self._total_steps = total_steps
-        self.bound = staleness_bound
+        # All that a snapshot shows, but for what `snapshot` computes.
+        self.run = RunSnapshot(mode, first_step, total_steps, staleness_bound=staleness_bound, supervised=supervised)
         self._started_s, self._window_s = started_s, window_s
         self._order = list(stages)
         self._replicas: dict[tuple[str, str], _Replica] = {}
         self._retired: set[tuple[str, str]] = set()
         self.queues: dict[str, int] = {}  # messages waiting in front of a stage
         self._restarts = Counter[str]()
-        self.ledger = LedgerCounts()
-        self.gate: tuple[int, int | None] = (0, None)  # groups in flight, and how many more may enter
         self._steps = Ring(0.0, step=20)
-        self.version = 0  # of the weights that all engines carry
         self.waste = Counter[str]()  # tokens that were generated and not trained, by cause
-        self.goodput = GoodputFigures()
-        self._step, self.trained_tokens = first_step, 0
         self._rewards: deque[float] = deque(maxlen=20)
-        self._evals: dict[str, tuple[int, float]] = {}
         self._up: frozenset[str] = frozenset()
         self._engines: dict[str, tuple[int, float] | None] = {}
         self.engines_left: set[str] = set()  # scaled away
         self.most_engines = 0  # at once
         self.staleness = Counter[int]()  # trained tokens by staleness, all steps
-        self.advice = ""  # which stage to scale, in a sentence
-        self.alarms: tuple[str, ...] = ()
 
     def stage(self, stats: StageStats) -> None:
         """Take a replica's report."""
@@ -156,10 +137,9 @@ class RunView:
         self, step: int, *, at_s: float, metrics: Mapping[str, float], tokens: int, staleness: Mapping[int, int]
     ) -> None:
         """A rollout batch was trained: `tokens` of it, `staleness` their histogram."""
-        self._step = step
-        self.trained_tokens += tokens
-        self._steps.add(at_s, {"step": step, "tokens": self.trained_tokens})
-        self._loss = metrics.get("train/loss")
+        self.run.step, self.run.loss = step, metrics.get("train/loss")
+        self.run.trained_tokens += tokens
+        self._steps.add(at_s, {"step": step, "tokens": self.run.trained_tokens})
         reward = metrics.get("reward/mean")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
@@ -167,7 +147,7 @@ class RunView:
 
     def evaluated(self, dataset: str, version: int, value: float) -> None:
         """An evaluation ended."""
-        self._evals[dataset] = (version, value)
+        self.run.evals[dataset] = (version, value)
 
     def busy_shares(self, engines: int) -> dict[str, float]:
         """Busy share of each stage since `begin`, by the clock of its own reports, so no share is above 1.
@@ -226,39 +206,26 @@ class RunView:
         total = sum(self.staleness.values())
         weighted = sum(lag * count for lag, count in self.staleness.items())
         wasted = sum(self.waste.values())
-        generated = self.trained_tokens + wasted
+        generated = self.run.trained_tokens + wasted
         seconds, grown = self._steps.change()
         tokens = grown.get("tokens", 0.0)
         rows = tuple(self._row(stage) for stage in self._order)
         busiest = max(((row.stage, row.busy) for row in rows if row.replicas), key=lambda pair: pair[1], default=None)
-        return RunSnapshot(
-            mode=self._mode,
-            supervised=self._supervised,
-            loss=self._loss,
-            step=self._step,
-            total_steps=self._total_steps,
+        return replace(
+            self.run,
             elapsed_s=now_s - self._started_s,
             eta_s=self._eta_s(now_s, seconds, grown.get("step", 0.0)),
-            version=self.version,
-            in_flight=self.gate[0],
-            may_enter=self.gate[1],
             stages=rows,
-            ledger=self.ledger,
             reward_mean=self._rewards[-1] if self._rewards else None,
             reward_recent=sum(self._rewards) / len(self._rewards) if self._rewards else None,
-            evals=dict(self._evals),
+            evals=dict(self.run.evals),
             staleness_mean=weighted / total if total else None,
             staleness_max=max((lag for lag, count in self.staleness.items() if count), default=None),
-            staleness_bound=self.bound,
-            trained_tokens=self.trained_tokens,
             trained_tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
             wasted_tokens=wasted,
             wasted_share=wasted / generated if generated else 0.0,
             busiest=busiest,
             engines=self.engine_rows(),
-            advice=self.advice,
-            alarms=self.alarms,
-            goodput=self.goodput,
         )
 
     def engine_rows(self) -> tuple[EngineRow, ...]:
@@ -307,7 +274,7 @@ class RunView:
 
     def _eta_s(self, now_s: float, seconds: float, steps: float) -> float | None:
         """Remaining steps at the pace of the last `steps`, which took so many seconds; counts down between steps."""
-        if self._total_steps is None or self._steps.newest is None or not steps:
+        if self.run.total_steps is None or self._steps.newest is None or not steps:
             return None
         at_s, counters = self._steps.newest
-        return max(0.0, (self._total_steps - counters["step"]) * seconds / steps - (now_s - at_s))
+        return max(0.0, (self.run.total_steps - counters["step"]) * seconds / steps - (now_s - at_s))

@@ -45,12 +45,11 @@ def made_up_run() -> RunView:
         view.step(
             step, at_s=T0 + 5 * step, metrics={"reward/mean": step / 10}, tokens=100, staleness={0: 25, 1: 50, 2: 25}
         )
-    view.version = 4
-    view.gate = (6, 12)
+    view.run.version, view.run.in_flight, view.run.may_enter = 4, 6, 12
     view.waste["stale"] = 100
-    view.ledger = LedgerCounts(admitted=30, trained=16, filtered=3, stale=1, failed=2, discarded=0, open=8)
+    view.run.ledger = LedgerCounts(admitted=30, trained=16, filtered=3, stale=1, failed=2, discarded=0, open=8)
     view.evaluated("heldout", 3, 0.625)
-    view.advice = "train is the bottleneck"
+    view.run.advice = "train is the bottleneck"
     return view
 
 

@@ -57,7 +57,7 @@ class Run:
 
 def test_empty_slots_are_counted_by_what_they_wait_for() -> None:
     run = Run()
-    run.view.trained_tokens = 100
+    run.view.run.trained_tokens = 100
     run.seconds(4, running=16)
     assert run.goodput.figures().goodput == 1.0
     run.seconds(2, running=8, trains=True)  # the gate is closed, and the trainer computes
@@ -69,7 +69,7 @@ def test_empty_slots_are_counted_by_what_they_wait_for() -> None:
 
 def test_a_weight_update_takes_its_time_from_what_runs() -> None:
     run = Run()
-    run.view.trained_tokens = 100
+    run.view.run.trained_tokens = 100
     run.seconds(9, running=16)
     run.version = 2
     run.seconds(1, running=16, stall_s=0.5)  # two versions in this second
@@ -79,7 +79,7 @@ def test_a_weight_update_takes_its_time_from_what_runs() -> None:
 
 def test_work_that_is_not_trained_is_lost_by_its_cause() -> None:
     run = Run()
-    run.view.trained_tokens = 500
+    run.view.run.trained_tokens = 500
     run.seconds(10, running=8)
     run.goodput.settled(Settled(1, "stale", tokens=200))
     run.goodput.settled(Settled(2, "filtered", "zero_std_1.0", tokens=100))

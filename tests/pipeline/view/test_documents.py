@@ -288,8 +288,8 @@ def answer(**fields: Any) -> RunStatus:
     view = RunView(mode="async", total_steps=9, staleness_bound=3, started_s=0.0)
     for at_s in (0.0, 10.0):
         view.stage(StageStats("generate", "generate-0", at_s, busy_s=0.75 * at_s, items_out=int(2 * at_s)))
-    view.goodput = GoodputFigures(0.25, 0.5, {"trainer": 0.5, "no_variance": 0.25})
-    view.alarms = ("ess: train/ess is 0.10, below --ess-warn 0.3, since step 4; " + CURE,)
+    view.run.goodput = GoodputFigures(0.25, 0.5, {"trainer": 0.5, "no_variance": 0.25})
+    view.run.alarms = ("ess: train/ess is 0.10, below --ess-warn 0.3, since step 4; " + CURE,)
     snapshot = view.snapshot(20.0)
     engines = (EngineStatus("engine-0", "serving", 4, 2, 1, 8, 0.5),)
     return RunStatus("", "running", snapshot, engines=engines, queues=(QueueStatus("train", 3, 2, 1),), **fields)
