@@ -7,6 +7,7 @@ the project is imported, so that the program's environment may be any. Linux onl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -21,6 +22,17 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the order was given
         raise SystemExit("the parent process has ended; the program is not started")
+
+
+def prefix() -> list[str]:
+    """The words before those of a program that dies with this process."""
+    return [sys.executable, "-IS", __file__, str(os.getpid())]
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to all processes of the group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS raises EPERM for zombies
+        os.killpg(group, signal.SIGKILL)
 
 
 def main(argv: list[str]) -> None:

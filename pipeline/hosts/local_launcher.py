@@ -3,7 +3,7 @@
 Invariants:
 - each process leads its own process group, so that its children can be ended with it; its output goes to
   `logs/<name>.log`, its number to `replicas/<name>.pid`;
-- the kernel ends it with this process, or with the parent of `--auto-resume` if that started it (kept_servers.py);
+- the kernel ends it with this process, or with the parent of `--auto-resume` if that started it (auto_resume.py);
 - after `stop_all` none is alive but those left to a next start;
 - a server that an earlier start left is listed under its name until it is taken over or ended. Its process number is
   still valid then, since the parent has not waited for it. Nothing here waits for a server.
@@ -18,7 +18,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -29,8 +28,7 @@ import msgspec
 
 from models.weights.slot_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.kept_servers import READ_BYTES, kill_group
+from pipeline.hosts.die_with_parent import kill_group, prefix
 from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec
 from pipeline.hosts.machine import (
     HOST,
@@ -43,6 +41,7 @@ from pipeline.hosts.machine import (
 )
 
 GROUP_GONE_S = 5.0
+READ_BYTES = 1 << 16
 Line = tuple[str, str, int, str]  # kind, name, number of the process, text
 
 
@@ -289,7 +288,7 @@ class LocalLauncher(Launcher):
         with path.open("ab") as log:
             start = log.tell()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-IS", str(die_with_parent.__file__), str(os.getpid())),
+                *prefix(),
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
