@@ -157,7 +157,8 @@ class Controller:
 
         Ends with it, with a drain that takes too long, a lost run directory, or a failure of the runner.
         """
-        completed = self.stage.completed
+        completed, loop = self.stage.completed, asyncio.get_running_loop()
+        drain_since, sockets_gone = None, False
         while not completed.is_set():
             with contextlib.suppress(TimeoutError):  # to check the drain's clock
                 async with asyncio.timeout(0.5):
@@ -166,26 +167,18 @@ class Controller:
             if self.stage.draining is None and (stall := self.recorder.stalls.over) is not None:
                 self._stall_reason = stall
                 self.stage.drain("nothing moved any more")
-            self._check_drain()
+            if self.stage.draining is not None:
+                drain_since = loop.time() if drain_since is None else drain_since
+                if loop.time() - drain_since > self.config.run.drain_s:
+                    limit = f"--drain-s {self.config.run.drain_s:g}"
+                    raise DrainTimeout(f"in-flight work was not finished within {limit}: {self._remaining()}")
             if self.rundir.gone:  # a write may recreate its directory: no error, and nothing kept
                 raise FileNotFoundError(errno.ENOENT, "the run directory is gone", str(self.rundir.path))
-            if not self._sockets_gone and (fault := self.rundir.keep_sockets()):
-                self._sockets_gone = True
+            if not sockets_gone and (fault := self.rundir.keep_sockets()):
+                sockets_gone = True
                 self.recorder.say(fault)
             if replicas.done():  # every replica ended although the ledger is open
                 raise DrainTimeout(f"all replicas ended with {self._remaining()}")
-
-    _drain_since: float | None = None
-    _sockets_gone = False
-
-    def _check_drain(self) -> None:
-        if self.stage.draining is None:
-            return
-        now = asyncio.get_running_loop().time()
-        self._drain_since = self._drain_since if self._drain_since is not None else now
-        if now - self._drain_since > self.config.run.drain_s:
-            limit = f"--drain-s {self.config.run.drain_s:g}"
-            raise DrainTimeout(f"in-flight work was not finished within {limit}: {self._remaining()}")
 
     def _remaining(self) -> str:
         queues = ", ".join(

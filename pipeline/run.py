@@ -205,12 +205,12 @@ class Phase:
             self.config,
             rundir,
             run_generation=self.run_generation,
-            resume_step=manifest.step if manifest else (0 if config.run.resume else None),
+            resume_step=manifest.step if manifest else 0 if config.run.resume else None,
             experiment=experiment,
             data=self.prompts.fingerprint,
         )
-        start = manifest.step if manifest else 0
-        self.lives = (*read_lives(rundir.episodes), start) if keeps_rollouts(config) else ()
+        self.start = manifest.step if manifest else 0  # the step from which this start of the run goes on
+        self.lives = (*read_lives(rundir.episodes), self.start) if keeps_rollouts(config) else ()
         self.graph = build(self.config)
         # Nobody can guess the name, so nobody can take it before the trainer does.
         name = f"{self.run_id}-{secrets.token_hex(8)}"
@@ -255,7 +255,6 @@ class Phase:
 
     def _place(self) -> Placement:
         """Raises UsageError for what does not fit on the machine."""
-        start = self.manifest.step if self.manifest else 0
         resume_from = str(self.checkpoint) if self.checkpoint is not None else None
         policy = read_policy_config(Path(self.config.train.hf_checkpoint))
         return Placement(
@@ -266,7 +265,7 @@ class Phase:
             # Not the checkpoint of the resume: it is pruned in time, and a later restart reads this path again.
             # The weights are brought to an engine before its first prompt in any case.
             model_path=self.config.train.hf_checkpoint,
-            train=TrainOptions(start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots)),
+            train=TrainOptions(self.start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
             lives=self.lives,
             host=self.launcher.controller,
@@ -297,10 +296,10 @@ class Phase:
         else:
             self.recorder.begun = self._begun  # the trainer may refuse, and a refused resume changes nothing
             remove_leftovers(self.rundir.checkpoints)
-            step = self.manifest.step if self.manifest else 0
             next_group = self.snapshot.next_group if self.snapshot else 0
             self.recorder.journal.begin_with(
-                RolledBack(step, self.run_generation, next_group, self.reopened, self.restored), self.recorder.began
+                RolledBack(self.start, self.run_generation, next_group, self.reopened, self.restored),
+                self.recorder.began,
             )
         loads = self.config.debug.load_debug_rollout_data is not None
         gate = StalenessGate.of(self.config)

@@ -13,7 +13,7 @@ replicas that compute where no core is free, or engines where no GPU is free.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal
 
 from msgspec import Struct
@@ -75,10 +75,12 @@ def advise(window: Window, limits: Limits | None = None) -> Advice | None:
     if window.rate <= 0 or window.open <= 0:
         return None
     held: Advice | None = None
-    for stage, most in sorted(_candidates(window), key=lambda found: -_gain(window, found[0], found[1])):
-        if _gain(window, stage, most) < LEAST_GAIN:
+    # Stages that more replicas may make faster; twice as many are the most to consider.
+    candidates = [one for one in window.stages if one.starved < STARVED and one.busy >= FULL and one.here > 0]
+    for stage in sorted(candidates, key=lambda one: -_gain(window, one, 2 * one.replicas)):
+        if _gain(window, stage, 2 * stage.replicas) < LEAST_GAIN:
             break
-        found = _more(window, stage, most, limits)
+        found = _more(window, stage, 2 * stage.replicas, limits)
         if found.kind == "up":
             return found
         held = held or found
@@ -89,14 +91,8 @@ def advise(window: Window, limits: Limits | None = None) -> Advice | None:
     surplus = next((less for stage in window.stages if (less := _fewer(stage, limits))), None)
     if surplus is not None:
         return replace(surplus, sentence=f"{held.sentence}; {surplus.sentence}") if held else surplus
-    return held or _balanced(window)
-
-
-def _candidates(window: Window) -> Iterator[tuple[StageLoad, int]]:
-    """Stages that more replicas may make faster, with the largest number to consider: twice as many."""
-    for stage in window.stages:
-        if stage.starved < STARVED and stage.busy >= FULL and stage.here > 0:
-            yield stage, 2 * stage.replicas
+    sentence = f"nothing to scale: for no stage does work wait all the time, and train is busy {window.train:.0%}"
+    return held or Advice(kind="balanced", sentence=sentence)
 
 
 def _saturated(stage: StageLoad) -> bool:
@@ -118,7 +114,12 @@ def _more(window: Window, stage: StageLoad, most: int, limits: Limits | None) ->
     limit = most if limits is None else limits.get(stage.name, (1, stage.replicas))[1]
     room = _room(window, stage)
     allowed = min(most, limit, stage.replicas + room)
-    what = f"{_called(stage)} {_is(stage)} the bottleneck" if _saturated(stage) else _holds(window, stage)
+    engines = stage.name == "engine"
+    called, share = "engines" if engines else stage.name, min(1.0, stage.here / window.open)
+    what = f"{called} {'are' if engines else 'is'} the bottleneck"
+    if not _saturated(stage):
+        verb = "hold" if engines else "holds"
+        what = f"{called} {verb} {share:.0%} of the rollouts in flight, though not always with a queue"
     if stage.fixed or allowed <= stage.replicas or _gain(window, stage, allowed) < LEAST_GAIN:
         if stage.fixed:
             why = f"no more can be added: {stage.fixed}"
@@ -195,24 +196,3 @@ def _trains(window: Window) -> Advice:
         f"add more than {1 / window.train - 1:.0%}",
         stage="train",
     )
-
-
-def _balanced(window: Window) -> Advice:
-    return Advice(
-        kind="balanced",
-        sentence=f"nothing to scale: for no stage does work wait all the time, and train is busy {window.train:.0%}",
-    )
-
-
-def _called(stage: StageLoad) -> str:
-    return "engines" if stage.name == "engine" else stage.name
-
-
-def _is(stage: StageLoad) -> str:
-    return "are" if stage.name == "engine" else "is"
-
-
-def _holds(window: Window, stage: StageLoad) -> str:
-    verb = "hold" if stage.name == "engine" else "holds"
-    share = min(1.0, stage.here / window.open)
-    return f"{_called(stage)} {verb} {share:.0%} of the rollouts in flight, though not always with a queue"

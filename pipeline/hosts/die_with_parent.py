@@ -2,7 +2,7 @@
 ARGUMENT...`.
 
 The kernel's order is given in the new process before the program replaces this one, for it outlives that; nothing of
-the project is imported, so that the program's environment may be any. Linux only; elsewhere the program just runs.
+the project is imported, so that the program's environment may be any.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ PR_SET_PDEATHSIG = 1
 
 def die_with(parent: int) -> None:
     """From now on the kernel ends this process with its parent, which has this number."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the order was given
         raise SystemExit("the parent process has ended; the program is not started")
 
@@ -31,7 +30,7 @@ def prefix() -> list[str]:
 
 def kill_group(group: int) -> None:
     """SIGKILL to all processes of the group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS raises EPERM for zombies
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left
         os.killpg(group, signal.SIGKILL)
 
 

@@ -50,10 +50,7 @@ class ProcessState(Struct, frozen=True):
     cpu_s: float
 
 
-def group_state(group: int) -> ProcessState | None:
-    """None where there is no /proc."""
-    if not Path("/proc/self/stat").exists():
-        return None
+def group_state(group: int) -> ProcessState:
     stopped: list[str] = []
     ticks = 0
     for process, name, fields in _members(group):
@@ -65,8 +62,6 @@ def group_state(group: int) -> ProcessState | None:
 
 def _members(group: int) -> Iterator[tuple[str, str, list[str]]]:
     """Number, name and the fields of proc(5) from the state on: state, ppid, pgrp, ...; utime is [11], stime [12]."""
-    if not Path("/proc/self/stat").exists():
-        return
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue

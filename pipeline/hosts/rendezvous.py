@@ -76,7 +76,7 @@ class Entry(Struct, frozen=True):
 
     def node(self, name: str) -> Node:
         security = load_security(Path(self.keys), SERVER if self._serves else name) if self.keys else None
-        local = self.topic.startswith("ipc:") and sys.platform == "linux"
+        local = self.topic.startswith("ipc:")
         return Node(self.run_id, name, security, give_up_s=None if local else GIVE_UP_S)
 
     def serving_node(self, name: str, topic: Callable[[], TopicClient]) -> Node:
@@ -86,7 +86,9 @@ class Entry(Struct, frozen=True):
         security = load_security(Path(self.keys), name)
 
         def admitted() -> Mapping[str, str]:
-            return {security.server_public: SERVER} | admitted_keys(topic())
+            """The name of each public key."""
+            keys = {public.decode(): key.removeprefix(ADMITTED) for key, public in topic().items(ADMITTED).items()}
+            return {security.server_public: SERVER} | keys
 
         return Node(self.run_id, name, with_serving_key(security, admitted), give_up_s=GIVE_UP_S)
 
@@ -108,11 +110,6 @@ def make_keys(directory: Path) -> tuple[Path, Path]:
 def admit(topic: TopicServer, name: str, public: str) -> None:
     """Announce this key of a process of the run to all processes that bind addresses with their own keys."""
     topic.publish(ADMITTED + name, public.encode())
-
-
-def admitted_keys(topic: TopicClient) -> dict[str, str]:
-    """The name of each public key."""
-    return {public.decode(): key.removeprefix(ADMITTED) for key, public in topic.items(ADMITTED).items()}
 
 
 def spec_key(name: str) -> str:

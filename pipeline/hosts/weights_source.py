@@ -114,7 +114,10 @@ class FetchedWeights:
         if self._copies is None:
             nbytes = (await self._while_offered(server, client.stat(f"{slot}/{WEIGHTS_FILE}"))).size
             self._copies = await asyncio.to_thread(LocalCopies, choose_directory(self._name, self._fallback, nbytes))
-        fetched = await self._while_offered(server, _copy_all(client, server, slot, self._copies.begin()))
+        target, fetched = self._copies.begin(), 0
+        for name in server.files:
+            if name.startswith(f"{slot}/"):
+                fetched += await self._while_offered(server, _copy(client, name, target / Path(name).name))
         copy = await asyncio.to_thread(self._copies.finish, original)
         log.info("version %d: fetched %d bytes from %s", original.version, fetched, server.address)
         return copy
@@ -144,12 +147,6 @@ class FetchedWeights:
     def close(self) -> None:
         if self._copies is not None:
             self._copies.close()
-
-
-async def _copy_all(client: ByteClient, server: WeightsServer, slot: str, directory: Path) -> int:
-    """Fetch the files of a slot; their bytes."""
-    names = [name for name in server.files if name.startswith(f"{slot}/")]
-    return sum([await _copy(client, name, directory / Path(name).name) for name in names])
 
 
 async def _copy(client: ByteClient, name: str, target: Path) -> int:
