@@ -108,12 +108,12 @@ def _run_in_child(config: Config, argv: Sequence[str], arguments: Arguments) -> 
 
     # Engines that share their devices with the trainer would hold its memory when it starts again.
     keeps = config.run.runner == "local" and not config.asynchrony.colocate
-    limit = config.run.auto_resume
-    if (resume := config.run.resume) is not None:
-        return AutoResume(__file__, argv, argv, Path(resume), limit, keeps=keeps).run()
-    run_dir = str(config.run.run_dir)
-    first = argv if "run.run_dir" in arguments.layer.values else [*argv, "--run-dir", run_dir]
-    return AutoResume(__file__, first, ["--resume", run_dir], Path(run_dir), limit, keeps=keeps).run()
+    first, again, run_dir = argv, argv, config.run.resume
+    if run_dir is None:
+        run_dir = str(config.run.run_dir)
+        again = ["--resume", run_dir]
+        first = argv if "run.run_dir" in arguments.layer.values else [*argv, "--run-dir", run_dir]
+    return AutoResume(__file__, first, again, Path(run_dir), config.run.auto_resume, keeps=keeps).run()
 
 
 def _settle(arguments: Arguments, *, notify: bool) -> tuple[Config, list[str]]:

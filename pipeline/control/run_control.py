@@ -73,7 +73,11 @@ class RunControl:
                 return Reply(False, (f"the run is ending: {self.stage.draining}",))
             try:
                 done = await self._do(command)
-                self._tell_autoscale(command)
+                autoscale = self.adviser.autoscale
+                if autoscale is not None and isinstance(command, Scale):
+                    autoscale.users(command.counts)
+                elif autoscale is not None and not isinstance(command, Save):
+                    autoscale.forget()
                 return Reply(True, done)
             except ConfigError as error:
                 return Reply(False, tuple(error.faults))
@@ -121,14 +125,6 @@ class RunControl:
                     self.recorder.say(f"{line}; but {error}")
                 if self.adviser.autoscale is not None:
                     self.adviser.autoscale.forget()
-
-    def _tell_autoscale(self, command: Command) -> None:
-        """`--autoscale` does not judge changes of the user, and leaves stages alone that the user scales."""
-        autoscale = self.adviser.autoscale
-        if autoscale is not None and isinstance(command, Scale):
-            autoscale.users(command.counts)
-        elif autoscale is not None and not isinstance(command, Save):
-            autoscale.forget()
 
     async def _do(self, command: Command) -> tuple[str, ...]:
         match command:

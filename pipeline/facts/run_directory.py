@@ -205,14 +205,14 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
             probe.unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._lock is not None:
-            with contextlib.suppress(OSError):  # the directory may be removed or replaced
-                self.seal.unlink(missing_ok=True)
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError):  # the directory may be removed or replaced
+            self.seal.unlink(missing_ok=True)
         if self._sockets is not None:
             self._sockets.release()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.close()
+        self._lock = None
 
     def __exit__(self, *_: object) -> None:
         self.close()

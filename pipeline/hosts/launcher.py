@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.machine import ProcessState, last_error, last_line
+from pipeline.hosts.machine import ProcessState, last_line
 from stages.chat.tokenizer import CHECKPOINT_FILES
 
 WEIGHT_FILES: Final = "*.safetensors*"
@@ -159,7 +159,7 @@ class Handle(Protocol):
 
     def last_error(self) -> str:
         """The last line in which it named an exception, else its last line."""
-        return last_error(self.log, self.log_start)
+        return last_line(self.log, self.log_start, error=True)
 
 
 class Launcher(ABC):

@@ -188,30 +188,17 @@ _TAIL_BYTES = 64 << 10
 _ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S|.*\bcrashed with exit code\b).*")
 
 
-def last_line(log: Path, start: int = 0) -> str:
-    return _last_of(_lines(log, start))
-
-
-def last_error(log: Path, start: int = 0) -> str:
-    """The last line of a log that names an exception; without one the last line.
-
-    Servers of several processes say at the very end only that a child has failed.
-    """
-    lines = _lines(log, start)
-    return next((line[:500] for line in reversed(lines) if _ERROR.match(line)), _last_of(lines))
-
-
-def _last_of(lines: Sequence[str]) -> str:
-    return lines[-1].split(": ", 1)[-1][:500] if lines else "no output"
-
-
-def _lines(log: Path, start: int) -> list[str]:
+def last_line(log: Path, start: int = 0, *, error: bool = False) -> str:
+    """The last line of a log; with `error` the last one that names an exception, if there is any: servers of several
+    processes say at the very end only that a child has failed."""
+    text = ""
     with contextlib.suppress(OSError), open_file(log) as file:  # no log, no lines
         file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-        lines = (line.strip() for line in text.splitlines())  # the line of a start tells nothing of the end
-        return [visible(line) for line in lines if line and " starts: pid " not in line]
-    return []
+    stripped = (line.strip() for line in text.splitlines())  # the line of a start tells nothing of the end
+    lines = [visible(line) for line in stripped if line and " starts: pid " not in line]
+    named = [line for line in lines if _ERROR.match(line)] if error else []
+    return (named or [line.split(": ", 1)[-1] for line in lines] or ["no output"])[-1][:500]
 
 
 _DEVICE_FILE = re.compile(r"nvidia(\d+)")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeline.record.metrics import VERSION, read_metrics, scores
+from pipeline.record.metrics import VERSION, scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,12 +75,6 @@ def plot_learning_curve(curve: Curve, out: Path) -> Path:
     figure.savefig(draft, format="png")
     draft.replace(out)
     return out
-
-
-def plot_metrics_file(metrics: Path, out: Path, *, title: str = "", staleness_bound: float | None = None) -> Path:
-    """Draw the learning curve of a metrics file."""
-    curve = curve_from_rows(read_metrics(metrics), title=title, staleness_bound=staleness_bound)
-    return plot_learning_curve(curve, out)
 
 
 def smooth(values: Sequence[float], span: float) -> list[float]:

@@ -15,7 +15,7 @@ from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.run_log import said
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
-from pipeline.observe.plot import plot_metrics_file
+from pipeline.observe.plot import curve_from_rows, plot_learning_curve
 from pipeline.observe.summary import (
     EngineSummary,
     RouterSummary,
@@ -28,6 +28,7 @@ from pipeline.observe.summary import (
     summarise_staleness,
 )
 from pipeline.record.kept_files import best_text, uncertain_in
+from pipeline.record.metrics import read_metrics
 from pipeline.record.recorder import Recorder
 from stages.sample_log import SAMPLES_FILE
 
@@ -41,7 +42,8 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     if config.observe.use_plot and (recorder.rewards or recorder.evals):
         bound = recorder.staleness_bound
         title = f"{config.run.mode}, {summary.steps} rollout batches"
-        plot_metrics_file(rundir.metrics, curve, title=title, staleness_bound=bound)
+        rows = read_metrics(rundir.metrics)
+        plot_learning_curve(curve_from_rows(rows, title=title, staleness_bound=bound), curve)
     trace = rundir.path / "trace.json"
     if config.observe.trace:
         recorder.spans.flush()

@@ -35,6 +35,7 @@ from models.checkpoint import (
     explain_disk_errors,
     final_path,
     latest_checkpoint,
+    manifests,
     read_manifest,
     verify_files,
 )
@@ -135,7 +136,8 @@ def best_saved(points: Sequence[Point], root: Path) -> tuple[Point, Point | None
     main = [point for point in points if point[0] == points[0][0]]
     if not main:
         return None
-    saved = [point for point in main if _checkpoint(root, point[1]) is not None]
+    steps = {manifest.step for manifest in manifests(root)}  # a version has the number of its step
+    saved = [point for point in main if point[1] in steps]
     return max(main, key=itemgetter(2)), max(saved, key=itemgetter(2), default=None)
 
 
@@ -149,15 +151,6 @@ def best_text(points: Sequence[Point], root: Path) -> str:
         return f"{text}, no evaluated version is saved"
     place = final_path(root, saved[1])
     return f"{text}, {place}" if saved == best else f"{text}, not saved; saved: {saved[1]}, {saved[2]:.3f}, {place}"
-
-
-def _checkpoint(root: Path, version: int) -> Path | None:
-    path = final_path(root, version)  # a version has the number of its step
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return None
-    return path
 
 
 def main(argv: Sequence[str]) -> int:

@@ -100,7 +100,6 @@ class TensorBoardMetrics:
         self._make_summary = Summary
         self._make_event = event_pb2.Event
         self._writer = EventFileWriter(str(directory))
-        self._closed = False
         if resume_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(event_pb2.Event(session_log=start), resume_step + 1)
@@ -114,9 +113,7 @@ class TensorBoardMetrics:
         self._writer.flush()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._writer.close()
+        self._writer.close()
 
     def _add(self, event: Event, step: int) -> None:
         event.wall_time = time.time()

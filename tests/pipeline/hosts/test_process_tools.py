@@ -44,7 +44,7 @@ from pipeline.hosts.machine import (
     cpu_seconds,
     held_port,
     interruptible,
-    last_error,
+    last_line,
     shared_memory_files,
     slices,
     visible_gpus,
@@ -199,14 +199,14 @@ def test_the_last_line_are_those_of_the_error(tmp_path: Path) -> None:
         file.write(
             "[2026-11-21 15:13:21] Scheduler hit an exception\ntorch.OutOfMemoryError: CUDA out of memory\n\nKilled\n"
         )
-    assert last_error(log, start) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert last_line(log, start, error=True) == "torch.OutOfMemoryError: CUDA out of memory"
     log.write_text(
         "[t] Subprocess scheduler_0 (pid=1) crashed with exit code -9. Triggering\nkill_process_tree called\n"
     )
-    assert "crashed with exit code -9" in last_error(log)
+    assert "crashed with exit code -9" in last_line(log, error=True)
     log.write_text("first\nreason: out of luck\n")
-    assert last_error(log) == "out of luck"
-    assert last_error(tmp_path / "none") == "no output"
+    assert last_line(log, error=True) == "out of luck"
+    assert last_line(tmp_path / "none", error=True) == "no output"
 
 
 def test_engines_get_the_gpus_behind_the_trainers() -> None:

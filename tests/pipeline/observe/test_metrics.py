@@ -22,7 +22,7 @@ from models.disk import write_json
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import LedgerCounts, StageStats
-from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, plot_metrics_file, smooth
+from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, smooth
 from pipeline.observe.report import summarise
 from pipeline.observe.summary import (
     RewardSummary,
@@ -239,7 +239,8 @@ def test_the_curve_is_a_png_drawn_from_the_metrics_file_or_from_next_to_nothing(
             row |= {"eval/heldout": step / 60, "eval/version": step, "eval/heldout-truncated_ratio": 0.0}
         writer.write(step, row, wall_s=step, trained_tokens=step)
     writer.close()
-    out = plot_metrics_file(tmp_path / "metrics.jsonl", tmp_path / "curve.png", title="run", staleness_bound=2)
+    curve = curve_from_rows(read_metrics(tmp_path / "metrics.jsonl"), title="run", staleness_bound=2)
+    out = plot_learning_curve(curve, tmp_path / "curve.png")
     assert png_size(out) == (1500, 1050)
     assert out.stat().st_size > 20_000
     assert sorted(os.listdir(tmp_path)) == ["curve.png", "metrics.jsonl"]
