@@ -146,36 +146,17 @@ class Facts:
 
 
 def families(facts: Facts) -> list[Family]:
-    """The run's own figures."""
+    """The run's own figures. Shares of a stage are of its replicas' time in the last 15 seconds; figures of the engines
+    that generate stand beside their own metrics."""
+    run, share = facts.run, "Share of its replicas' time in the last 15 seconds, by state."
+    scores = [(dataset, score) for dataset, (_, score) in run.evals.items()]
+    versions = [(dataset, version) for dataset, (version, _) in run.evals.items()]
+    ended = [(outcome, getattr(run.ledger, outcome)) for outcome in OUTCOMES]
     ages, restarts = sorted(facts.staleness.items()), sorted(facts.restarts.items())
-    run, aged = facts.run, "Trained tokens by age, in versions."
-    return [
-        *progress(run),
-        *groups(run),
-        *learning(run),
-        by("staleness", "sluice_trained_tokens_by_staleness_total", "counter", aged, ages),
-        *stages(run),
-        *engines(run),
-        by("replica", "sluice_restarts_total", "counter", "Restarts of a replica or an engine.", restarts),
-        single("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters),
-    ]
-
-
-def single(name: str, kind: Kind, help_text: str, value: float | None) -> Family:
-    """A family of one sample; of none for None."""
-    return Family(name, kind, help_text).add(value)
-
-
-def by(key: str, name: str, kind: Kind, help_text: str, values: Iterable[tuple[object, float | None]]) -> Family:
-    """A family with a sample for each value of the label `key`."""
-    family = Family(name, kind, help_text)
-    for text, value in values:
-        family.add(value, **{key: str(text)})
-    return family
-
-
-def progress(run: RunSnapshot) -> list[Family]:
-    """Steps, time and tokens."""
+    times = Family("sluice_stage_time_ratio", "gauge", share)
+    for row in run.stages:
+        for state in STATES:
+            times.add(getattr(row, state), stage=row.stage, state=state)
     return [
         Family("sluice_run_info", "gauge", "Always 1; the labels say what runs.").add(1, mode=run.mode),
         single("sluice_step", "gauge", "Rollout batches trained.", run.step),
@@ -190,25 +171,10 @@ def progress(run: RunSnapshot) -> list[Family]:
         ),
         single("sluice_goodput", "gauge", "Slot time that made trained tokens, a share.", run.goodput.goodput),
         single("sluice_goodput_attainable", "gauge", "By a perfect scheduler.", run.goodput.attainable),
-    ]
-
-
-def groups(run: RunSnapshot) -> list[Family]:
-    """Ledger and gate."""
-    ended = [(outcome, getattr(run.ledger, outcome)) for outcome in OUTCOMES]
-    return [
         single("sluice_groups_admitted_total", "counter", "Groups that entered.", run.ledger.admitted),
         by("outcome", "sluice_groups_settled_total", "counter", "Groups that have their outcome, by outcome.", ended),
         single("sluice_groups_open", "gauge", "Groups in flight.", run.ledger.open),
         single("sluice_gate_capacity_groups", "gauge", "Groups that may enter now.", run.may_enter),
-    ]
-
-
-def learning(run: RunSnapshot) -> list[Family]:
-    """Reward, evaluations, staleness."""
-    scores = [(dataset, score) for dataset, (_, score) in run.evals.items()]
-    versions = [(dataset, version) for dataset, (version, _) in run.evals.items()]
-    return [
         single("sluice_reward_mean", "gauge", "Mean reward of the groups of the last step.", run.reward_mean),
         single("sluice_reward_recent_mean", "gauge", "Mean of the last 20 steps.", run.reward_recent),
         by("dataset", "sluice_eval_score", "gauge", "Newest evaluation of a data set.", scores),
@@ -216,35 +182,51 @@ def learning(run: RunSnapshot) -> list[Family]:
         single("sluice_staleness_mean_versions", "gauge", "Of all trained tokens.", run.staleness_mean),
         single("sluice_staleness_max_versions", "gauge", "Of all trained tokens.", run.staleness_max),
         single("sluice_staleness_bound_versions", "gauge", "No older token is trained.", run.staleness_bound),
+        by(
+            "staleness",
+            "sluice_trained_tokens_by_staleness_total",
+            "counter",
+            "Trained tokens by age, in versions.",
+            ages,
+        ),
+        times,
+        *(
+            by("stage", *head, [(r.stage, getattr(r, name)) for r in run.stages])
+            for name, head in STAGE_FIGURES.items()
+        ),
+        *(by("engine", *head, [(r.name, getattr(r, n)) for r in run.engines]) for n, head in ENGINE_FIGURES.items()),
+        by("replica", "sluice_restarts_total", "counter", "Restarts of a replica or an engine.", restarts),
+        single("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters),
     ]
 
 
-def stages(run: RunSnapshot) -> list[Family]:
-    """One sample per stage; shares are of its replicas' time in the last 15 seconds."""
-    share = Family("sluice_stage_time_ratio", "gauge", "Share of its replicas' time in the last 15 seconds, by state.")
-    for row in run.stages:
-        for state in STATES:
-            share.add(getattr(row, state), stage=row.stage, state=state)
-    counted: dict[str, tuple[str, Kind, str]] = {
-        "replicas": ("sluice_stage_replicas", "gauge", "Replicas that report."),
-        "queue_depth": ("sluice_stage_queue_messages", "gauge", "Messages waiting in front of the stage."),
-        "in_flight": ("sluice_stage_in_flight_messages", "gauge", "Messages being worked on."),
-        "items_out": ("sluice_stage_messages_total", "counter", "Messages sent on."),
-        "tokens_per_s": ("sluice_stage_tokens_per_second", "gauge", "Tokens made or trained."),
-        "failures": ("sluice_stage_failures_total", "counter", "Samples or calls that failed."),
-    }
-    figures = [by("stage", *head, [(r.stage, getattr(r, name)) for r in run.stages]) for name, head in counted.items()]
-    return [share, *figures]
+# What is counted of each row of the tables, with name, kind and help of its family.
+STAGE_FIGURES: Final[dict[str, tuple[str, Kind, str]]] = {
+    "replicas": ("sluice_stage_replicas", "gauge", "Replicas that report."),
+    "queue_depth": ("sluice_stage_queue_messages", "gauge", "Messages waiting in front of the stage."),
+    "in_flight": ("sluice_stage_in_flight_messages", "gauge", "Messages being worked on."),
+    "items_out": ("sluice_stage_messages_total", "counter", "Messages sent on."),
+    "tokens_per_s": ("sluice_stage_tokens_per_second", "gauge", "Tokens made or trained."),
+    "failures": ("sluice_stage_failures_total", "counter", "Samples or calls that failed."),
+}
+ENGINE_FIGURES: Final[dict[str, tuple[str, Kind, str]]] = {
+    "version": ("sluice_engine_weight_version", "gauge", "Weights that the engine carries."),
+    "idle": ("sluice_engine_idle_ratio", "gauge", "Share of the last seconds in which nothing ran."),
+    "update_s": ("sluice_engine_update_seconds", "gauge", "Length of the newest weight update."),
+}
 
 
-def engines(run: RunSnapshot) -> list[Family]:
-    """Figures of the engines that generate, beside their own metrics."""
-    counted: dict[str, tuple[str, Kind, str]] = {
-        "version": ("sluice_engine_weight_version", "gauge", "Weights that the engine carries."),
-        "idle": ("sluice_engine_idle_ratio", "gauge", "Share of the last seconds in which nothing ran."),
-        "update_s": ("sluice_engine_update_seconds", "gauge", "Length of the newest weight update."),
-    }
-    return [by("engine", *head, [(r.name, getattr(r, name)) for r in run.engines]) for name, head in counted.items()]
+def single(name: str, kind: Kind, help_text: str, value: float | None) -> Family:
+    """A family of one sample; of none for None."""
+    return Family(name, kind, help_text).add(value)
+
+
+def by(key: str, name: str, kind: Kind, help_text: str, values: Iterable[tuple[object, float | None]]) -> Family:
+    """A family with a sample for each value of the label `key`."""
+    family = Family(name, kind, help_text)
+    for text, value in values:
+        family.add(value, **{key: str(text)})
+    return family
 
 
 async def scrape(session: aiohttp.ClientSession, url: str, labels: Mapping[str, str]) -> list[Family] | None:
