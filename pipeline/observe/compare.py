@@ -21,6 +21,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -209,28 +210,19 @@ PLACES: Final = ("run.run_dir", "run.resume")  # settings that always differ
 WIDEST: Final = 32  # characters of a value
 
 
-class Figures(Struct, frozen=True, kw_only=True):
-    """What a run came to; None where it is unknown."""
-
-    state: str  # running, killed, or how it ended
-    steps: int
-    reward_first: float | None = None  # mean of its first steps
-    reward_last: float | None = None
-    eval_best: float | None = None  # of the first data set
-    staleness_mean: float | None = None  # of trained tokens, in versions
-    tokens_per_s: float | None = None  # trained
-    goodput: float | None = None  # share of the slot time
-    wasted_share: float | None = None  # of the generated tokens
-    wall_s: float | None = None
-
-
-SHOWN: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {  # of the figures, and how
-    "state": ("state", str), "steps": ("steps", str), "reward, first": ("reward_first", number),
-    "reward, last": ("reward_last", number), "eval, best": ("eval_best", number),
-    "staleness, mean": ("staleness_mean", number), "trained tokens/s": ("tokens_per_s", quantity),
-    "goodput": ("goodput", number), "wasted tokens": ("wasted_share", "{:.1%}".format),
-    "wall time": ("wall_s", duration),
-}  # fmt: skip
+Figures = dict[str, float | str | None]  # what a run came to, by the keys of SHOWN; None where it is unknown
+SHOWN: Final[dict[str, tuple[str, str, Callable[[Any], str]]]] = {  # the key, where a summary has it, how it is shown
+    "state": ("state", "exit_reason", str),
+    "steps": ("steps", "steps", str),
+    "reward, first": ("reward_first", "reward.first", number),
+    "reward, last": ("reward_last", "reward.last", number),
+    "eval, best": ("eval_best", "eval.best", number),
+    "staleness, mean": ("staleness_mean", "staleness.mean", number),
+    "trained tokens/s": ("tokens_per_s", "tokens_per_s", quantity),
+    "goodput": ("goodput", "goodput.goodput", number),
+    "wasted tokens": ("wasted_share", "wasted_share", "{:.1%}".format),
+    "wall time": ("wall_s", "wall_s", duration),
+}
 
 
 def names_runs(argv: Sequence[str]) -> bool:
@@ -283,33 +275,23 @@ def figures(rundir: RunDir) -> Figures:
     live = in_use(rundir.path)
     if not live and rundir.summary.is_file():
         summary = read_summary(rundir.summary)
-        return Figures(
-            state=summary.exit_reason,
-            steps=summary.steps,
-            reward_first=summary.reward.first,
-            reward_last=summary.reward.last,
-            eval_best=summary.eval.best,
-            staleness_mean=summary.staleness.mean,
-            tokens_per_s=summary.tokens_per_s,
-            goodput=summary.goodput.goodput,
-            wasted_share=summary.wasted_share,
-            wall_s=summary.wall_s,
-        )
+        return {key: attrgetter(place)(summary) for key, place, _ in SHOWN.values()}
     rows = list(read_metrics(rundir.metrics)) if rundir.metrics.is_file() else []
     reward = summarise_reward([row["reward/mean"] for row in rows if "reward/mean" in row])
     last = {name: value for row in rows for name, value in row.items()}
     trained = [row for row in rows if row.get("trained_tokens")]
     seconds = trained[-1]["wall_s"] - trained[0]["wall_s"] if trained else 0.0
-    return Figures(
-        state="running" if live else "killed",
-        steps=int(last.get("step", 0)),
-        reward_first=reward.first,
-        reward_last=reward.last,
-        eval_best=summarise_evals(evaluations(rows)).best,
-        tokens_per_s=(trained[-1]["trained_tokens"] - trained[0]["trained_tokens"]) / seconds if seconds else None,
-        goodput=last.get("goodput/share"),
-        wall_s=last.get("wall_s"),
-    )
+    known: Figures = {
+        "state": "running" if live else "killed",
+        "steps": int(last.get("step", 0)),
+        "reward_first": reward.first,
+        "reward_last": reward.last,
+        "eval_best": summarise_evals(evaluations(rows)).best,
+        "tokens_per_s": (trained[-1]["trained_tokens"] - trained[0]["trained_tokens"]) / seconds if seconds else None,
+        "goodput": last.get("goodput/share"),
+        "wall_s": last.get("wall_s"),
+    }
+    return {key: known.get(key) for key, _, _ in SHOWN.values()}
 
 
 def side_by_side(runs: Sequence[Path], found: Sequence[Figures], settings: dict[str, list[Any]]) -> list[str]:
@@ -317,8 +299,8 @@ def side_by_side(runs: Sequence[Path], found: Sequence[Figures], settings: dict[
     short = [run.name for run in runs]
     names = short if len(set(short)) == len(short) else [str(run) for run in runs]
     rows = [
-        [title, *("-" if (value := getattr(one, name)) is None else form(value) for one in found)]
-        for title, (name, form) in SHOWN.items()
+        [title, *("-" if (value := one[key]) is None else form(value) for one in found)]
+        for title, (key, _, form) in SHOWN.items()
     ]
     rows += [[""], ["settings that differ" if settings else "no setting differs"]]
     rows += [
