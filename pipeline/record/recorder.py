@@ -20,7 +20,7 @@ from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.run_log import named, said
-from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
+from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, RunSnapshot, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
 from pipeline.record import journal
 from pipeline.record.goodput import Goodput, GroupOutcomes
@@ -63,15 +63,15 @@ class Recorder:
         self.ledger = Ledger()
         supervised = config.train.loss_type == "sft_loss"
         phase = "warm start" if config.warm_start.warm_start_steps else "supervised"
-        self.view = RunView(
+        begins = RunSnapshot(
             mode=phase if supervised else config.run.mode,
-            supervised=supervised,
-            stages=tuple(name for name in (*path(config), *loops(config)) if name != "prompts"),
+            step=resume_step or 0,
             total_steps=config.rollout.num_rollout,
             staleness_bound=config.asynchrony.max_staleness,
-            started_s=self.started,
-            first_step=resume_step or 0,
+            supervised=supervised,
         )
+        stages = [name for name in (*path(config), *loops(config)) if name != "prompts"]
+        self.view = RunView(begins, self.started, stages)
         self.goodput = Goodput(config, self.view)
         self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
         self.group_outcomes = GroupOutcomes(config.rollout.n_samples_per_prompt)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.facts.stats import COUNTERS, EngineRow, Ring, RunSnapshot, StageRow, StageStats
@@ -54,29 +54,14 @@ class RunView:
     """Collects what the controller learns and makes snapshots.
 
     Args:
-        stages: the stages in the order of the table; others are appended as they report.
-        total_steps: rollout batches to train, None if open-ended.
-        staleness_bound: in versions, None if there is none.
-        supervised: whether labels are learnt: the run has a loss, and neither reward nor staleness.
+        run: all that a snapshot shows, but for what `snapshot` computes; at first what is known of a run that begins.
         started_s: when the training phase began, unix time.
-        first_step: steps done before, in a resumed run.
+        stages: the stages in the order of the table; others are appended as they report.
         window_s: length of the window of rates, seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        mode: str,
-        stages: tuple[str, ...] = (),
-        total_steps: int | None,
-        staleness_bound: int | None,
-        started_s: float,
-        supervised: bool = False,
-        first_step: int = 0,
-        window_s: float = 15.0,
-    ) -> None:
-        # All that a snapshot shows, but for what `snapshot` computes.
-        self.run = RunSnapshot(mode, first_step, total_steps, staleness_bound=staleness_bound, supervised=supervised)
+    def __init__(self, run: RunSnapshot, started_s: float, stages: Iterable[str] = (), window_s: float = 15.0) -> None:
+        self.run = run
         self._started_s, self._window_s = started_s, window_s
         self._order = list(stages)
         self._replicas: dict[tuple[str, str], _Replica] = {}

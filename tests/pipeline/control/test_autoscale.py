@@ -21,7 +21,7 @@ from configs.graph import loops
 from configs.load import load
 from pipeline.control.advice import FULL, LEAST_GAIN, STARVED, WAITS_CORES, Advice, StageLoad, Window, advise
 from pipeline.control.autoscale import LEAST_BATCHES, Autoscale, Meter
-from pipeline.facts.stats import CPU, Changed, StageStats
+from pipeline.facts.stats import CPU, Changed, RunSnapshot, StageStats
 from pipeline.graph import build
 from pipeline.record.view import RunView
 from stages.prompts.ledger import Ledger
@@ -220,7 +220,7 @@ class Run:
         arguments = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--autoscale-window-s", "4"]
         config = load(arguments).config
         self.now, self.ended, self.waiting = 0.0, set[str](), 0.0
-        self.view = RunView(mode="async", total_steps=None, staleness_bound=1, started_s=0.0)
+        self.view = RunView(RunSnapshot("async", staleness_bound=1), 0.0)
         self.recorder = SimpleNamespace(
             view=self.view, changes=[], restarts={}, training_started=0.0, last_step_s=0.0, ledger=Ledger()
         )

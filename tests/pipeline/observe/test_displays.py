@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import launch
-from pipeline.facts.stats import LedgerCounts, StageStats
+from pipeline.facts.stats import LedgerCounts, RunSnapshot, StageStats
 from pipeline.observe.samples import main
 from pipeline.observe.samples import render as render_sample
 from pipeline.observe.table import LiveTable, PlainLog, open_display, plain_line, quantity, render
@@ -31,7 +31,7 @@ T0 = 1000.0
 def made_up_run() -> RunView:
     """Two engines and a trainer, 20 s, four steps of 100 tokens, one evaluation."""
     stages = ("prompts", "generate", "train")
-    view = RunView(mode="async", stages=stages, total_steps=10, staleness_bound=2, started_s=T0, window_s=10.0)
+    view = RunView(RunSnapshot("async", total_steps=10, staleness_bound=2), T0, stages, window_s=10.0)
     for second in range(21):
         for i, rate in enumerate((1.0, 0.5)):
             view.stage(
@@ -55,7 +55,7 @@ def made_up_run() -> RunView:
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.booleans()), min_size=1, max_size=30))
 def test_work_before_a_restart_is_never_lost_or_counted_twice(increments) -> None:
-    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0)
+    view = RunView(RunSnapshot("async"), T0)
     counter = total = 0
     for second, (increment, restart) in enumerate(increments):
         if restart:
@@ -80,7 +80,7 @@ def test_retired_replicas_keep_their_work_and_lose_their_place() -> None:
 
 def test_busy_shares_are_of_the_training_phase_and_by_the_clock_of_the_reports() -> None:
     """Loading a model is no work of the phase, and a stage that never rests is busy all the time, not more."""
-    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0)
+    view = RunView(RunSnapshot("async"), T0)
 
     def report(at_s: float, busy_s: float, engines_s: float) -> None:
         view.stage(StageStats(stage="train", replica="train-0", unix_s=T0 + at_s, busy_s=busy_s))
@@ -104,7 +104,7 @@ def drawn(width: int, view: RunView | None = None) -> str:
 
 
 def test_supervised_steps_are_called_what_they_are() -> None:
-    view = RunView(mode="warm start", total_steps=700, staleness_bound=2, started_s=T0, supervised=True)
+    view = RunView(RunSnapshot("warm start", total_steps=700, staleness_bound=2, supervised=True), T0)
     view.step(11, at_s=T0 + 5, metrics={"train/loss": 1.25}, tokens=100, staleness={0: 100})
     line = plain_line(view.snapshot(T0 + 7))
     assert line == "warm start step 11/700 | loss 1.250 | 0 trained tok/s | 0:07"
@@ -216,7 +216,7 @@ def test_many_engines_are_one_line() -> None:
 
 def test_a_stage_that_reports_once_counts_from_its_start() -> None:
     """A run of a second is over before a second look: its stages had been at work for what their accounts add up to."""
-    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0)
+    view = RunView(RunSnapshot("async"), T0)
     view.begin()
     view.stage(StageStats(stage="train", replica="train-0", unix_s=T0 + 1, busy_s=0.5, starved_s=0.25, blocked_s=0.25))
     assert view.busy_shares(0)["train"] == pytest.approx(0.5)

@@ -11,7 +11,7 @@ import pytest
 from launching import NO_DATA, SIMULATED, made_model, succeed_here
 
 from configs.plan.goodput import attainable
-from pipeline.facts.stats import StageStats
+from pipeline.facts.stats import RunSnapshot, StageStats
 from pipeline.record.goodput import Goodput, wasted_by
 from pipeline.record.metrics import read_metrics
 from pipeline.record.view import RunView
@@ -27,7 +27,7 @@ class Run:
     """One engine of 16 slots and a trainer, of which every second is reported."""
 
     def __init__(self) -> None:
-        self.view = RunView(mode="async", total_steps=None, staleness_bound=2, started_s=0.0)
+        self.view = RunView(RunSnapshot("async", staleness_bound=2), 0.0)
         self.goodput = Goodput(CONFIG, self.view)
         self.now = self.busy = self.starved = 0.0
         self.version = 0

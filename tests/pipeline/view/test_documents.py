@@ -15,7 +15,7 @@ from pipeline.control.advice import Advice
 from pipeline.control.endpoint import CONTROL_FILE, EngineStatus, QueueStatus, Reply, RunStatus
 from pipeline.errors import CommandRefused, UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.stats import GoodputFigures, StageStats
+from pipeline.facts.stats import GoodputFigures, RunSnapshot, StageStats
 from pipeline.record.journal import RolledBack
 from pipeline.record.view import RunView
 from pipeline.view import documents as module
@@ -285,7 +285,7 @@ def test_a_place_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def answer(**fields: Any) -> RunStatus:
     """What the control socket of a run would tell."""
-    view = RunView(mode="async", total_steps=9, staleness_bound=3, started_s=0.0)
+    view = RunView(RunSnapshot("async", total_steps=9, staleness_bound=3), 0.0)
     for at_s in (0.0, 10.0):
         view.stage(StageStats("generate", "generate-0", at_s, busy_s=0.75 * at_s, items_out=int(2 * at_s)))
     view.run.goodput = GoodputFigures(0.25, 0.5, {"trainer": 0.5, "no_variance": 0.25})
