@@ -35,7 +35,7 @@ from pipeline.control.run_control import RunControl
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import Placement, stream_spec
-from pipeline.hosts.launcher import Launcher
+from pipeline.hosts.launcher import Launcher, at_most
 from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, make_keys, publish_files
 from pipeline.hosts.weights_source import SOURCE
 from pipeline.hosts.worker import FaultyInlet
@@ -160,10 +160,9 @@ class Controller:
         completed, loop = self.stage.completed, asyncio.get_running_loop()
         drain_since, sockets_gone = None, False
         while not completed.is_set():
-            with contextlib.suppress(TimeoutError):  # to check the drain's clock
-                async with asyncio.timeout(0.5):
-                    await completed.wait()
-                    return
+            async with at_most(0.5):  # to check the drain's clock
+                await completed.wait()
+                return
             if self.stage.draining is None and (stall := self.recorder.stalls.over) is not None:
                 self._stall_reason = stall
                 self.stage.drain("nothing moved any more")

@@ -171,7 +171,6 @@ class Placement:
         graph: Graph,
         run_id: str,
         *,
-        model_path: str,
         train: TrainOptions,
         vocab_size: int | None,
         lives: tuple[int, ...] = (),
@@ -193,14 +192,10 @@ class Placement:
         # Ranks are processes beside the tasks of one process too, and have their work from the topic.
         self.topic = address("topic", tasks=in_process and not needs_trainer_group(config))
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
-        has_engines = any(n.name == "generate" for n in graph.nodes)
-        places = frozen_engines(config) if has_engines else {}
-        count = engine_count(config) if has_engines else 0
-        max_context = config.rollout.rollout_max_context_len
         self.run_generation = train.run_generation
         file = config.sglang.rollout_external_engine_token_file
         self.external_token = read_token(Path(file).expanduser()) if file is not None else None
-        engines, frozen = _engines(config, count, model_path, max_context, places)
+        engines, frozen = _engines(config)
         self.engines = [self._disturbed(self._guarded(spec)) for spec in engines]
         self.frozen = [self._guarded(spec) for spec in frozen]
         generation = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
@@ -299,31 +294,28 @@ class Placement:
         return msgspec.structs.replace(port, window_items=items)
 
 
-def computing(config: Config, graph: Graph) -> int:
-    """The number of processes that compute most of the time, and share the processors."""
-    ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
-    if not any(node.name == "generate" for node in graph.nodes):
-        return ranks
-    frozen = [place for place in frozen_engines(config).values() if not is_address(place)]
-    return engine_count(config) + len(frozen) + ranks
-
-
-def threads(config: Config, graph: Graph) -> int:
+def threads(config: Config) -> int:
     """Threads of each process: the processors are shared, and a small model is not worth more than two.
 
     Threads wait for each other at every operation. From about a million parameters a thread, it pays.
     """
     size = sum(file.stat().st_size for file in Path(config.train.hf_checkpoint).glob("*.safetensors"))
     worth = max(2, size // _BYTES_A_THREAD) if size else _MANY
-    return max(1, min((os.cpu_count() or 1) // computing(config, graph), worth))
+    frozen = [place for place in frozen_engines(config).values() if not is_address(place)]
+    ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
+    computing = engine_count(config) + len(frozen) + ranks  # processes that compute most of the time
+    return max(1, min((os.cpu_count() or 1) // computing, worth))
 
 
-def _engines(
-    config: Config, count: int, model_path: str, max_context: int | None, frozen: Mapping[str, str]
-) -> tuple[list[EngineSpec], list[EngineSpec]]:
-    """The engines that generate, and the frozen ones of `frozen` (name -> checkpoint or address), with their ports and
-    GPUs."""
-    addresses = config.sglang.rollout_external_engine_addrs
+def _engines(config: Config) -> tuple[list[EngineSpec], list[EngineSpec]]:
+    """The engines that generate, and the frozen ones, with their ports and GPUs.
+
+    Their model is that of the flags, also in a resume: the checkpoint of the resume is pruned in time, and a later
+    restart reads this path again. The weights are brought to an engine before its first prompt in any case.
+    """
+    addresses, frozen = config.sglang.rollout_external_engine_addrs, frozen_engines(config)
+    model_path, max_context = config.train.hf_checkpoint, config.rollout.rollout_max_context_len
+    count = engine_count(config)
     started = 0 if addresses else count
     port, settings, seed = config.engine.engine_port, config.engine, config.run.seed
     checkpoints = {name: place for name, place in frozen.items() if not is_address(place)}

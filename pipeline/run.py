@@ -215,7 +215,7 @@ class Phase:
         # Nobody can guess the name, so nobody can take it before the trainer does.
         name = f"{self.run_id}-{secrets.token_hex(8)}"
         self.slots = slots_directory(name, rundir.path, self.config.train.hf_checkpoint)
-        self.launcher = launchers(rundir, threads(self.config, self.graph))
+        self.launcher = launchers(rundir, threads(self.config))
         self.placement = self._place()
 
     @property
@@ -262,9 +262,6 @@ class Phase:
             self.rundir,
             self.graph,
             self.run_id,
-            # Not the checkpoint of the resume: it is pruned in time, and a later restart reads this path again.
-            # The weights are brought to an engine before its first prompt in any case.
-            model_path=self.config.train.hf_checkpoint,
             train=TrainOptions(self.start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
             lives=self.lives,

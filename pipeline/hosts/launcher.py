@@ -18,11 +18,12 @@ copy of the model is accepted, since it is only read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -229,6 +230,14 @@ async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, obje
         done.cancel()
         ended.cancel()
     return None if done.cancelled() else done.result()
+
+
+@contextlib.asynccontextmanager
+async def at_most(seconds: float) -> AsyncIterator[None]:
+    """Ends the block after so many seconds, without an error."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            yield
 
 
 def describe_exit(code: int) -> str:

@@ -29,7 +29,7 @@ import msgspec
 from models.weights.slot_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.die_with_parent import kill_group, prefix
-from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec
+from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec, at_most
 from pipeline.hosts.machine import (
     HOST,
     ProcessState,
@@ -208,22 +208,18 @@ class LocalHandle(Handle):
             self.remember_shared()
         with contextlib.suppress(ProcessLookupError):  # it ended in between
             self._process.send_signal(signal.SIGTERM if self.spec.grace_s else signal.SIGKILL)
-        ended = False
-        with contextlib.suppress(TimeoutError):  # then it is killed
-            async with asyncio.timeout(self.spec.grace_s or STOP_GRACE_S):
-                await self.wait()
-                ended = True
-        if self.spec.sweep or not ended:
+        async with at_most(self.spec.grace_s or STOP_GRACE_S):
+            await self.wait()
+        if self.spec.sweep or self.alive:
             await self._kill_group()
 
     async def _kill_group(self) -> None:
         """Waits until all of the group have ended, at most `GROUP_GONE_S` seconds: what they held is free then."""
         kill_group(self.pid)
         await self.wait()
-        with contextlib.suppress(TimeoutError):  # the kernel is not done with one of them; nothing more can be done
-            async with asyncio.timeout(GROUP_GONE_S):
-                while living(self.pid):  # noqa: ASYNC110  (a group announces nothing)
-                    await asyncio.sleep(0.01)
+        async with at_most(GROUP_GONE_S):  # then the kernel is not done with one of them; nothing more can be done
+            while living(self.pid):  # noqa: ASYNC110  (a group announces nothing)
+                await asyncio.sleep(0.01)
         for path in self._shared:
             path.unlink(missing_ok=True)
 

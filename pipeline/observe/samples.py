@@ -13,7 +13,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, groupby, islice
 from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Final
@@ -204,14 +204,11 @@ def _heading(role: str, tokens: int, pieces: Sequence[tuple[int, int, int, int]]
 
 def _pieces(row: SampleRow, start: int, end: int) -> list[tuple[int, int, int, int]]:
     """(begin, end, version, mask) of the tokens of a turn, cut where version or mask changes."""
-    versions, masks = _per_token(row.versions), _per_token(row.loss_mask)
+    tokens = zip(_per_token(row.versions), _per_token(row.loss_mask), strict=False)
     pieces: list[tuple[int, int, int, int]] = []
-    for place in range(start, min(end, len(versions), len(masks))):
-        version, mask = versions[place], masks[place]
-        if pieces and pieces[-1][2:] == (version, mask):
-            pieces[-1] = (pieces[-1][0], place + 1, version, mask)
-        else:
-            pieces.append((place, place + 1, version, mask))
+    for (version, mask), run in groupby(islice(tokens, start, end)):
+        begin, start = start, start + len(list(run))
+        pieces.append((begin, start, version, mask))
     return pieces
 
 

@@ -53,13 +53,9 @@ LIVES_FILE: Final = "lives.json"
 
 def keeps_rollouts(config: Config) -> bool:
     """Whether the run may write files of its rollouts."""
-    return bool(config.environment) or keeps_responses(config)
-
-
-def keeps_responses(config: Config) -> bool:
-    """Whether parts of responses are written to disk."""
     checkpoint = config.checkpoint
-    return checkpoint.save_interval is not None and checkpoint.response_journal_tokens > 0 and generates(config)
+    responses = checkpoint.save_interval is not None and checkpoint.response_journal_tokens > 0 and generates(config)
+    return bool(config.environment) or responses
 
 
 def read_lives(directory: Path) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from pipeline.errors import check_repeatable
 from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import STAGES, Node
-from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, describe_exit
+from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, at_most, describe_exit
 from pipeline.hosts.machine import HOST
 from pipeline.hosts.rendezvous import retire_key, spec_key
 from pipeline.preflight.refusals import prepare_sglang
@@ -211,11 +211,10 @@ class Servers:
         """Waits until the engine has returned its requests, `LEAVE_S` at most, then ends it."""
         name = spec.name
         self.topic.publish(LEAVE + name, b"")
-        with contextlib.suppress(TimeoutError):  # it is lost then, and its requests continue elsewhere
-            async with asyncio.timeout(LEAVE_S):
-                revision = 0
-                while self.topic.get(ADDRESS + name) is not None and not self._has_left(name):
-                    revision = await self.topic.wait(revision, ADDRESS + name, DIRECTORY + name)
+        async with at_most(LEAVE_S):  # it is lost then, and its requests continue elsewhere
+            revision = 0
+            while self.topic.get(ADDRESS + name) is not None and not self._has_left(name):
+                revision = await self.topic.wait(revision, ADDRESS + name, DIRECTORY + name)
         engine, task = self._engines.pop(name)
         engine.retire()
         await asyncio.wait({task})  # else it might still be announced

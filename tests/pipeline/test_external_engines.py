@@ -366,7 +366,7 @@ def placed(config: Config, tmp_path: Path) -> Placement:
     config = msgspec.structs.replace(config, rollout=rollout)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         graph, train = build(config), TrainOptions()
-        return Placement(config, rundir, graph, "id", model_path="m", train=train, vocab_size=None)
+        return Placement(config, rundir, graph, "id", train=train, vocab_size=None)
 
 
 def test_engines_are_added_as_far_as_there_are_gpus(

@@ -30,7 +30,7 @@ import msgspec
 from models.errors import first_line
 from models.weights.slot_directory import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.launcher import Handle, ProcessSpec, SharedFiles
+from pipeline.hosts.launcher import Handle, ProcessSpec, SharedFiles, at_most
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.machine import PortInUse, held_port
 
@@ -119,12 +119,10 @@ class ProcessActor:
         handle = self._handle
         if handle is None:  # the run ended before it was started
             return b"", -signal.SIGKILL
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(OUTPUT_WAIT_S):
-                while not (content := _read(handle.log, offset)) and handle.alive:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(POLL_S):
-                            await handle.wait()
+        async with at_most(OUTPUT_WAIT_S):
+            while not (content := _read(handle.log, offset)) and handle.alive:
+                async with at_most(POLL_S):
+                    await handle.wait()
         ended = not handle.alive  # before the last read: its output is in the log by then
         content = _read(handle.log, offset)
         return content, await handle.wait() if ended and len(content) < CHUNK_BYTES else None

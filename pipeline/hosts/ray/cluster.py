@@ -21,7 +21,7 @@ from configs.schema import Config, generates
 from models.errors import first_line
 from pipeline.errors import UsageError
 from pipeline.facts.run_log import tell
-from pipeline.hosts.launcher import SharedFiles
+from pipeline.hosts.launcher import SharedFiles, at_most
 from pipeline.hosts.machine import ROOT
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, gone
 from pipeline.hosts.ray.placement import NODE_ID, Node, RayPlacement, ResourceNeeds
@@ -153,9 +153,8 @@ async def start_actor(
     ready, answer = actor.ready.remote(), None
     try:
         while answer is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    answer = await ready
+            async with at_most(POLL_S):
+                answer = await ready
             away = node_id is not None and node_id not in {node.id for node in nodes()}
             if answer is None and (away or asyncio.get_running_loop().time() > deadline):
                 raise NotStarted

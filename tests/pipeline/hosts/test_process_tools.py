@@ -33,7 +33,7 @@ from models.train.trainer_group.rank_spec import PeerGone
 from models.weights.slot_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError, leaf
 from pipeline.facts.run_directory import RunDir
-from pipeline.graph import build, threads
+from pipeline.graph import threads
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts import worker
 from pipeline.hosts.launcher import ProcessSpec
@@ -303,7 +303,7 @@ def test_no_more_threads_than_the_model_is_worth(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     loaded = load(["--hf-checkpoint", str(tmp_path), "--prompt-data", "arithmetic", "--num-rollout", "2", *flags])
     config = resolve(loaded.config, loaded.given)
-    assert threads(config, build(config)) == expected
+    assert threads(config) == expected
 
 
 async def test_a_silent_fetcher_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
