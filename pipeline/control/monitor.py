@@ -65,6 +65,7 @@ class Waits:
     def __init__(self, parts: RunParts) -> None:
         self.config, self.graph, self.placement = parts.config, parts.graph, parts.placement
         self.stage, self.view, self.hubs, self.topic = parts.stage, parts.recorder.view, parts.hubs, parts.topic
+        self._consumer = {stream.name: stream.consumer[0] for stream in parts.graph.streams}
         self.lacking = parts.launcher.waiting  # processes for which no host has room, and what they need
 
     def sentence(self, now_s: float, quiet_s: float) -> str:
@@ -85,22 +86,19 @@ class Waits:
         for node in self.graph.nodes:
             if (stats := reports.get(node.name)) is not None:
                 chained |= {group: (node.name, stats.replica, age_s) for group, age_s in stats.held.items()}
-        if chained:
-            held = {
-                name: [item for item in items if group_of(item.key)[0] not in chained] for name, items in held.items()
-            }
-            for group, (stage, replica, age_s) in chained.items():
-                held[stage].append(Held(group, replica, age_s))
+        for name, items in held.items() if chained else ():
+            held[name] = [item for item in items if group_of(item.key)[0] not in chained]
+        for group, (stage, replica, age_s) in chained.items():
+            held[stage].append(Held(group, replica, age_s))
         return held
 
     def _places(self, held: Mapping[str, list[Held]]) -> dict[str, str]:
         """Group -> the earliest stage with a part of it, because the whole group waits there."""
         order = {node.name: place for place, node in enumerate(self.graph.nodes)}
         order |= {name: order["generate"] for name in loops(self.config)}  # a loop sends a rollout back to generate
-        consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
         places: dict[str, str] = {}
         for name, items in held.items():
-            stage = consumer[name]
+            stage = self._consumer[name]
             for item in items:
                 group, _ = group_of(item.key)
                 if group not in places or order[stage] < order[places[group]]:
@@ -137,12 +135,11 @@ class Waits:
         """The replicas that have held a message longest. Stages that join are left out: they hold messages by their
         nature."""
         longest: dict[str, tuple[float, str, str]] = {}
-        consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
         for name, items in held.items():
-            if consumer[name] not in JOINERS:
-                for item in items:
-                    if item.holder and item.seconds > max(least_s, longest.get(item.holder, (0.0,))[0]):
-                        longest[item.holder] = (item.seconds, group_of(item.key)[0], consumer[name])
+            stage = self._consumer[name]
+            for item in items if stage not in JOINERS else ():
+                if item.holder and item.seconds > max(least_s, longest.get(item.holder, (0.0,))[0]):
+                    longest[item.holder] = (item.seconds, group_of(item.key)[0], stage)
         for holder, (seconds, group, stage) in sorted(longest.items(), key=lambda entry: -entry[1][0])[:MOST_HOLDERS]:
             yield f"{holder} has had group {group} for {seconds:.0f} s{bound_of(self.config, stage)}"
 

@@ -19,12 +19,15 @@ Source: "Trace Event Format" (Chromium): phases M, b/n/e, and flows by `bind_id`
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -83,11 +86,10 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._replica, self._stage = replica, stage
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
-        self._written = 0
         if enabled:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
-            self._written = self._file.tell()
+        self._written = self._file.tell() if self._file is not None else 0
         self._buffer = bytearray()
         self._flushed_s = time.monotonic()
         self._encoder = msgspec.json.Encoder()
@@ -189,14 +191,12 @@ def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeRepo
     With more than `max_events` spans, only every k-th group is kept (and all spans that belong to no group).
     """
     stride, kept = _select(trace_dir, max_events)
-    spans: list[Span] = []
-    dropped = 0
+    spans, dropped = list[Span](), 0
     for record in read_records(trace_dir):
-        if isinstance(record, Span):
-            if record.group_id == NO_GROUP or record.group_id in kept:
-                spans.append(record)
-        else:
+        if isinstance(record, Dropped):
             dropped += record.records
+        elif record.group_id == NO_GROUP or record.group_id in kept:
+            spans.append(record)
     origin_s = min(span.start_s for span in spans)
     processes = _processes(spans)
     placed = _nested(spans, processes)
@@ -207,17 +207,11 @@ def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeRepo
 
 def _select(trace_dir: Path, max_events: int) -> tuple[int, set[int]]:
     """(k, ids of the kept groups): the first group and every k-th after it, in order of ids."""
-    total = 0
-    groups: set[int] = set()
-    for record in read_records(trace_dir):
-        if isinstance(record, Span):
-            total += 1
-            groups.add(record.group_id)
-    if total == 0:
+    spans = Counter(record.group_id for record in read_records(trace_dir) if isinstance(record, Span))
+    if not spans:
         raise UsageError(f"{trace_dir} holds no trace records; was the run started with tracing off?")
-    groups.discard(NO_GROUP)
-    stride = max(1, -(-total // max_events))
-    return stride, set(sorted(groups)[::stride])
+    stride = max(1, math.ceil(spans.total() / max_events))
+    return stride, set(sorted(spans.keys() - {NO_GROUP})[::stride])
 
 
 def _processes(spans: list[Span]) -> dict[str, tuple[int, str]]:
@@ -261,14 +255,13 @@ def _link(placed: list[_Placed]) -> int:
     for items in groups.values():
         items.sort(key=lambda item: item.span.start_s)
         for sample in sorted({item.span.sample for item in items} - {NO_SAMPLE}) or [NO_SAMPLE]:
-            chain = [item for item in items if item.span.sample in (sample, NO_SAMPLE)]
-            chain = [item for i, item in enumerate(chain) if i == 0 or item.pid != chain[i - 1].pid]
-            if len(chain) < 2:
-                continue
-            arrow += 1
-            ends += len(chain)
-            for i, item in enumerate(chain):
-                item.arrows.append((arrow, i > 0, i < len(chain) - 1))
+            visits = groupby((item for item in items if item.span.sample in (sample, NO_SAMPLE)), attrgetter("pid"))
+            chain = [next(visit) for _, visit in visits]
+            if len(chain) > 1:
+                arrow += 1
+                ends += len(chain)
+                for i, item in enumerate(chain):
+                    item.arrows.append((arrow, i > 0, i < len(chain) - 1))
     return ends
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from pipeline.record.metrics import VERSION, scores
 
@@ -58,6 +59,7 @@ def plot_learning_curve(curve: Curve, out: Path) -> Path:
     """Draw the curve into `out` (PNG, 1500 x 1050 pixels), whole or not at all, and return `out`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 7), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -67,7 +69,7 @@ def plot_learning_curve(curve: Curve, out: Path) -> Path:
     for axes in (top, bottom):
         _style(axes)
     bottom.set_xlabel("training step (rollout batches)", color=_INK)
-    bottom.xaxis.set_major_locator(_integer_locator())
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if curve.title:
         top.set_title(curve.title, loc="left", color=_INK, fontsize=12, fontweight="bold")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -101,20 +103,10 @@ def _draw_reward(axes: Axes, curve: Curve) -> None:
         span = max(5.0, len(curve.rewards) / 15)
         smoothed = smooth(curve.rewards, span)
         axes.plot(curve.steps, smoothed, color=_REWARD, linewidth=2.2, label=f"smoothed over {span:.0f} steps")
-    for i, (name, points) in enumerate(curve.evals.items()):
-        colour = _EVALS[i % len(_EVALS)]
-        steps = [point[0] for point in points]
-        scores = [point[2] for point in points]
-        axes.plot(
-            steps,
-            scores,
-            "o-",
-            color=colour,
-            linewidth=1.4,
-            markersize=6,
-            markeredgecolor="white",
-            label=f"eval {name}",
-        )
+    for (name, points), colour in zip(curve.evals.items(), cycle(_EVALS), strict=False):
+        steps, _, scores = zip(*points, strict=True)
+        style = {"linewidth": 1.4, "markersize": 6, "markeredgecolor": "white", "label": f"eval {name}"}
+        axes.plot(steps, scores, "o-", color=colour, **style)
         _label_versions(axes, points, colour)
     if not curve.rewards and not curve.evals:
         axes.text(0.5, 0.5, "no training step was finished", transform=axes.transAxes, ha="center", color=_INK)
@@ -134,29 +126,24 @@ def _label_versions(axes: Axes, points: list[tuple[float, float, float]], colour
     from matplotlib.patheffects import withStroke
 
     every = max(1, math.ceil((len(points) - 1) / 7))
+    place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+    outline = [withStroke(linewidth=2.5, foreground="white")]
     for i, (step, version, value) in enumerate(points):
         if (i % every == 0 and len(points) - 1 - i >= every / 2) or i == len(points) - 1:
-            axes.annotate(
-                f"v{version:.0f}",
-                (step, value),
-                xytext=(0, 8),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=colour,
-                path_effects=[withStroke(linewidth=2.5, foreground="white")],
-            )
+            text = axes.annotate(f"v{version:.0f}", (step, value), fontsize=8, color=colour, **place)
+            text.set_path_effects(outline)
 
 
 def _draw_staleness(axes: Axes, curve: Curve) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_ylabel("staleness of trained\ntokens (versions)", color=_INK)
     if not curve.staleness and curve.staleness_bound is None:
         return
     if curve.staleness:
-        steps = [point[0] for point in curve.staleness]
-        largest = [point[2] for point in curve.staleness]
+        steps, means, largest = zip(*curve.staleness, strict=True)
         axes.plot(steps, largest, drawstyle="steps-mid", color=_MAX, linewidth=1.2, label="max")
-        axes.plot(steps, [point[1] for point in curve.staleness], color=_MEAN, linewidth=1.8, label="mean")
+        axes.plot(steps, means, color=_MEAN, linewidth=1.8, label="mean")
     if curve.staleness_bound is not None:
         label = f"bound {curve.staleness_bound:g}"
         axes.axhline(curve.staleness_bound, color=_INK, linewidth=1.0, linestyle="--", label=label)
@@ -164,20 +151,12 @@ def _draw_staleness(axes: Axes, curve: Curve) -> None:
     top = max([1.0, curve.staleness_bound or 0.0, *finite])
     axes.set_ylim(-0.06 * top, top * 1.15)
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize=9, borderaxespad=0.1)
-    axes.yaxis.set_major_locator(_integer_locator())
-
-
-def _integer_locator() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True, nbins=8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
 
 def _style(axes: Axes) -> None:
     axes.grid(visible=True, color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_GRID)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_GRID)
     axes.tick_params(colors=_INK, labelsize=9)
