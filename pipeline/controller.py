@@ -97,7 +97,7 @@ class Controller:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
         self._task = asyncio.current_task()
         keys = make_keys(self.rundir.sockets / "keys") if self.launcher.controller else None
-        async with Node(self.placement.run_id, "controller", load_security(keys[0]) if keys else None) as node:
+        async with Node(self.rundir.run_id, "controller", load_security(keys[0]) if keys else None) as node:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,), writers=TOPIC_WRITERS)
             topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
             if keys is not None:
@@ -108,7 +108,7 @@ class Controller:
                 self.placement.addresses[stream.name] = hub.address
             lifecycle = Lifecycle(topic, self.hubs, self.recorder)
             kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-            runner = kind(self.placement, node, topic, self.launcher, lifecycle, keys)
+            runner = kind(self.placement, node, self.launcher, lifecycle, keys)
             parts = RunParts(self.placement, self.stage, self.recorder, self.hubs, topic, self.launcher, runner)
             adviser = Adviser(Meter(parts), autoscale_limits(self.config))
             monitor = Monitor(parts, adviser.look)
@@ -160,9 +160,6 @@ class Controller:
         completed, loop = self.stage.completed, asyncio.get_running_loop()
         drain_since, sockets_gone = None, False
         while not completed.is_set():
-            async with at_most(0.5):  # to check the drain's clock
-                await completed.wait()
-                return
             if self.stage.draining is None and (stall := self.recorder.stalls.over) is not None:
                 self._stall_reason = stall
                 self.stage.drain("nothing moved any more")
@@ -178,6 +175,8 @@ class Controller:
                 self.recorder.say(fault)
             if replicas.done():  # every replica ended although the ledger is open
                 raise DrainTimeout(f"all replicas ended with {self._remaining()}")
+            async with at_most(0.5):
+                await completed.wait()
 
     def _remaining(self) -> str:
         queues = ", ".join(

@@ -36,7 +36,6 @@ from configs.graph import (
 )
 from configs.schema import Config, StageConfig
 from models.engines.token import TokenFile, read_token, run_token
-from models.families.source import context_limit
 from models.fault_injection import FaultPlan, fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
@@ -165,27 +164,19 @@ class Placement:
     """Addresses and replica specifications of one run on one machine."""
 
     def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        graph: Graph,
-        run_id: str,
-        *,
-        train: TrainOptions,
-        vocab_size: int | None,
-        lives: tuple[int, ...] = (),
-        host: str | None = None,
+        self, config: Config, rundir: RunDir, train: TrainOptions, generation: GenerateOptions, host: str | None = None
     ) -> None:
         """`host`: of the controller, for processes on other hosts. Raises UsageError for what does not fit on one
         host."""
         check_trainer_group(config)
-        self.config, self.rundir, self.graph, self.run_id, self.host = config, rundir, graph, run_id, host or ""
+        self.config, self.rundir, self.host = config, rundir, host or ""
+        graph = self.graph = build(config)
         in_process, remote = config.run.runner == "inprocess", f"tcp://{host}:0"
 
         def address(place: str, *, tasks: bool) -> str:
             if host is not None:
                 return remote
-            return f"inproc://{run_id}-{place}" if tasks else f"ipc://{rundir.sockets / place}.sock"
+            return f"inproc://{rundir.run_id}-{place}" if tasks else f"ipc://{rundir.sockets / place}.sock"
 
         # Where they are bound: with port 0, what they report is where they are found.
         self.addresses = {s.name: address(str(i), tasks=in_process) for i, s in enumerate(graph.streams)}
@@ -198,7 +189,6 @@ class Placement:
         engines, frozen = _engines(config)
         self.engines = [self._disturbed(self._guarded(spec)) for spec in engines]
         self.frozen = [self._guarded(spec) for spec in frozen]
-        generation = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
         self.built_in: dict[str, StageOptions] = {"train": train, "generate": generation, "agents": generation}
 
     def processes(self, counts: Mapping[str, int]) -> list[tuple[str, ...]]:

@@ -28,13 +28,14 @@ from configs.load import config_hash, dump_toml
 from configs.schema import Config, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.disk import write_json
+from models.families.source import context_limit
 from models.import_path import add_working_directory
 from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, for_user, leaf
 from pipeline.facts.run_directory import RunDir, disk_error
 from pipeline.facts.run_log import loop_watched, named, release, run_log, said, tell
-from pipeline.graph import Placement, build, threads
+from pipeline.graph import Placement, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import collect_less, interruptible, raise_file_limit
@@ -47,7 +48,7 @@ from pipeline.record.recorder import Recorder
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from pipeline.view.beside import viewed
-from stages.base import StageContext, TrainOptions
+from stages.base import GenerateOptions, StageContext, TrainOptions
 from stages.chat.formats import with_stops
 from stages.chat.tokenizer import load_tokenizer
 from stages.prompts.ledger import LedgerSnapshot
@@ -57,6 +58,7 @@ from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import SavedBatches, restorable
 
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
+Saved = tuple[Path, Manifest] | None  # the checkpoint of a resume
 
 
 def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed | None = None) -> int:
@@ -120,10 +122,9 @@ def _connected(config: Config, launchers: Launchers | None, resumed: Resumed | N
 
 
 def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> int:
-    resolved = dump_toml(config)
+    given = config
     for place in (SHARED_MEMORY, rundir.path):
         remove_stale(place)  # weight slots that killed runs left
-    experiment = config_hash(config)
     with named(f"models, tasks and checkpoints in {rundir.path} are made ready and verified; slow disks take longest"):
         config = prepare(config, rundir.path / "assets")
         if config.engine.frozen_engine and generates(config):
@@ -131,13 +132,13 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
         checkpoint = resumable_checkpoint(rundir.checkpoints, tell)
     if config.warm_start.warm_start_steps and checkpoint is None:
         if config.run.resume is None:
-            rundir.write_config(resolved)
+            rundir.write_config(dump_toml(given))
         config = _warm_start(config, rundir, launchers)
     elif config.warm_start.warm_start_steps:
         config = with_model(config, rundir.path / "warm_start" / "model")
     if config.debug.debug_rollout_only:
         config = untrained(config)
-    with Phase(config, rundir, launchers, checkpoint, experiment, resolved) as phase:
+    with Phase(config, rundir, launchers, checkpoint, given) as phase:
         if resumed:
             phase.recorder.restarts["controller"] = resumed
         try:
@@ -175,17 +176,11 @@ class Phase:
     """One graph run to its end. A context manager: its files are closed on the way out."""
 
     def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        launchers: Launchers,
-        resumed: tuple[Path, Manifest] | None = None,
-        experiment: str = "",
-        resolved: str = "",
+        self, config: Config, rundir: RunDir, launchers: Launchers, saved: Saved = None, given: Config | None = None
     ) -> None:
-        """`resolved`: the configuration for the run directory; a phase inside a run keeps none."""
-        self.rundir, self.resolved = rundir, resolved
-        checkpoint, manifest = resumed if resumed is not None else (None, None)
+        """`given`: the configuration for the run directory; a phase inside a run keeps none."""
+        self.rundir, self.given = rundir, given
+        checkpoint, manifest = saved if saved is not None else (None, None)
         self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
         with named("rows of --prompt-data are read and counted; fewer rows take less: path@[0:1000]"):
@@ -206,21 +201,16 @@ class Phase:
             rundir,
             run_generation=self.run_generation,
             resume_step=manifest.step if manifest else 0 if config.run.resume else None,
-            experiment=experiment,
+            experiment=config_hash(given) if given is not None else "",
             data=self.prompts.fingerprint,
         )
         self.start = manifest.step if manifest else 0  # the step from which this start of the run goes on
         self.lives = (*read_lives(rundir.episodes), self.start) if keeps_rollouts(config) else ()
-        self.graph = build(self.config)
         # Nobody can guess the name, so nobody can take it before the trainer does.
-        name = f"{self.run_id}-{secrets.token_hex(8)}"
+        name = f"{rundir.run_id}-{secrets.token_hex(8)}"
         self.slots = slots_directory(name, rundir.path, self.config.train.hf_checkpoint)
         self.launcher = launchers(rundir, threads(self.config))
         self.placement = self._place()
-
-    @property
-    def run_id(self) -> str:
-        return self.rundir.sockets.name.removeprefix("sluice-")
 
     def _check_data(self) -> None:
         """A resumed run must find the prompts that its cursor counts."""
@@ -257,16 +247,10 @@ class Phase:
         """Raises UsageError for what does not fit on the machine."""
         resume_from = str(self.checkpoint) if self.checkpoint is not None else None
         policy = read_policy_config(Path(self.config.train.hf_checkpoint))
-        return Placement(
-            self.config,
-            self.rundir,
-            self.graph,
-            self.run_id,
-            train=TrainOptions(self.start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots)),
-            vocab_size=policy.vocab_size if policy is not None else None,
-            lives=self.lives,
-            host=self.launcher.controller,
-        )
+        vocab_size = policy.vocab_size if policy is not None else None
+        train = TrainOptions(self.start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots))
+        generation = GenerateOptions(context_limit(self.config) or 1 << 30, vocab_size, self.lives)
+        return Placement(self.config, self.rundir, train, generation, self.launcher.controller)
 
     @property
     def refused(self) -> bool:
@@ -274,8 +258,8 @@ class Phase:
         return self.config.run.resume is not None and self.recorder.training_started is None
 
     def _keep_config(self) -> None:
-        if self.resolved:
-            self.rundir.write_config(self.resolved)
+        if self.given is not None:
+            self.rundir.write_config(dump_toml(self.given))
         if self.lives:
             write_lives(self.rundir.episodes, self.lives)
         (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people

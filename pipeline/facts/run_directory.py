@@ -107,6 +107,11 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         self._sockets: DirectoryLease | None = None
         self._lock: IO[str] | None = None
 
+    @property
+    def run_id(self) -> str:
+        """Of this start; as unique as the name of the directory of its sockets."""
+        return self.sockets.name.removeprefix(PREFIX)
+
     def open(self, *, resume: bool) -> RunDir:
         """Create and lock. Raises UsageError if the directory holds another run, is in use, or cannot be written."""
         if not resume and self.config.exists():

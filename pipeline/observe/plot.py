@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pipeline.record.metrics import VERSION, scores
 
@@ -105,7 +105,7 @@ def _draw_reward(axes: Axes, curve: Curve) -> None:
         axes.plot(curve.steps, smoothed, color=_REWARD, linewidth=2.2, label=f"smoothed over {span:.0f} steps")
     for (name, points), colour in zip(curve.evals.items(), cycle(_EVALS), strict=False):
         steps, _, scores = zip(*points, strict=True)
-        style = {"linewidth": 1.4, "markersize": 6, "markeredgecolor": "white", "label": f"eval {name}"}
+        style: dict[str, Any] = {"linewidth": 1.4, "markersize": 6, "markeredgecolor": "white", "label": f"eval {name}"}
         axes.plot(steps, scores, "o-", color=colour, **style)
         _label_versions(axes, points, colour)
     if not curve.rewards and not curve.evals:
@@ -126,12 +126,11 @@ def _label_versions(axes: Axes, points: list[tuple[float, float, float]], colour
     from matplotlib.patheffects import withStroke
 
     every = max(1, math.ceil((len(points) - 1) / 7))
-    place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
     outline = [withStroke(linewidth=2.5, foreground="white")]
+    place: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "path_effects": outline}
     for i, (step, version, value) in enumerate(points):
         if (i % every == 0 and len(points) - 1 - i >= every / 2) or i == len(points) - 1:
-            text = axes.annotate(f"v{version:.0f}", (step, value), fontsize=8, color=colour, **place)
-            text.set_path_effects(outline)
+            axes.annotate(f"v{version:.0f}", (step, value), fontsize=8, color=colour, **place)
 
 
 def _draw_staleness(axes: Axes, curve: Curve) -> None:

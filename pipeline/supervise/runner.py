@@ -32,7 +32,7 @@ from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_unit import Ranks, TrainerUnit
 from stages.base import TrainOptions, beside
 from stages.engines.stage import END
-from transport import Node, TopicServer
+from transport import Node
 
 ROOM_POLL_S: Final = 1.0
 RANKS_END_S: Final = 10.0  # for the supervisor to see how a rank ended, which the train stage notices first
@@ -44,19 +44,13 @@ class Runner(ABC):
     in_process: ClassVar[bool]
 
     def __init__(
-        self,
-        placement: Placement,
-        node: Node,
-        topic: TopicServer,
-        launcher: Launcher,
-        lifecycle: Lifecycle,
-        keys: Keys = None,
+        self, placement: Placement, node: Node, launcher: Launcher, lifecycle: Lifecycle, keys: Keys = None
     ) -> None:
-        config = placement.config
+        config, topic = placement.config, lifecycle.topic
         self.config, self.rundir, self.placement = config, placement.rundir, placement
         self.node, self.topic, self.launcher, self.lifecycle = node, topic, launcher, lifecycle
         _, worker = keys or ("", "")
-        self.entry = Entry(placement.run_id, topic.address, str(worker), partial(admit, topic))
+        self.entry = Entry(placement.rundir.run_id, topic.address, str(worker), partial(admit, topic))
         launcher.say = lifecycle.say
         restarts = Restarts(lifecycle, config.run.max_restarts)
         self._shared = Supervision(placement, topic, launcher, restarts, self.entry)

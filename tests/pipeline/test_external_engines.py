@@ -28,7 +28,7 @@ from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
 from pipeline.facts.stats import outage_text
-from pipeline.graph import Placement, build
+from pipeline.graph import Placement
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.preflight.data import check_frozen, prepare, vocabulary
 from pipeline.record.recorder import Recorder
@@ -365,8 +365,7 @@ def placed(config: Config, tmp_path: Path) -> Placement:
     rollout = msgspec.structs.replace(config.rollout, rollout_max_context_len=77)
     config = msgspec.structs.replace(config, rollout=rollout)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        graph, train = build(config), TrainOptions()
-        return Placement(config, rundir, graph, "id", train=train, vocab_size=None)
+        return Placement(config, rundir, TrainOptions(), GenerateOptions(max_context=77))
 
 
 def test_engines_are_added_as_far_as_there_are_gpus(
