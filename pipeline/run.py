@@ -44,7 +44,7 @@ from pipeline.preflight.data import check_frozen, prepare, training_prompts, wit
 from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
-from pipeline.record.recorder import Recorder
+from pipeline.record.recorder import ANY_RUN, Recorder
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from pipeline.view.beside import viewed
@@ -196,15 +196,14 @@ class Phase:
         self.reopened = tuple(group.group_id for group in self.snapshot.open) if self.snapshot else ()
         kept = restorable(checkpoint, config.rollout.n_samples_per_prompt) if checkpoint is not None else frozenset()
         self.restored = tuple(group_id for group_id in self.reopened if group_id in kept)
-        self.recorder = Recorder(
-            self.config,
-            rundir,
-            run_generation=self.run_generation,
-            resume_step=manifest.step if manifest else 0 if config.run.resume else None,
-            experiment=config_hash(given) if given is not None else "",
-            data=self.prompts.fingerprint,
-        )
         self.start = manifest.step if manifest else 0  # the step from which this start of the run goes on
+        identity = msgspec.structs.replace(
+            ANY_RUN,
+            run_generation=self.run_generation,
+            config_hash=config_hash(given) if given is not None else "",
+            cursor=self.prompts.fingerprint,
+        )
+        self.recorder = Recorder(self.config, rundir, self.start if config.run.resume else None, identity)
         self.lives = (*read_lives(rundir.episodes), self.start) if keeps_rollouts(config) else ()
         # Nobody can guess the name, so nobody can take it before the trainer does.
         name = f"{rundir.run_id}-{secrets.token_hex(8)}"

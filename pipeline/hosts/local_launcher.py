@@ -163,17 +163,13 @@ class KeptProcesses:
                 self._running.pop(pid).end(int(text))
 
 
+Started = asyncio.subprocess.Process | KeptProcess
+
+
 class LocalHandle(Handle):
     """A process of this machine."""
 
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        process: asyncio.subprocess.Process | KeptProcess,
-        log: Path,
-        log_start: int,
-        directory: Path,
-    ) -> None:
+    def __init__(self, spec: ProcessSpec, process: Started, log: Path, log_start: int, directory: Path) -> None:
         """`directory`: removed with the process."""
         self.spec, self.log, self._directory = spec, log, directory
         self.pid = process.pid  # also the number of its group

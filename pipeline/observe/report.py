@@ -61,8 +61,8 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     text = closing_text(
         summary,
         {name: path for name, path in places.items() if path is not None and path.exists()},
-        tensorboard=rundir.tensorboard if config.observe.use_tensorboard else None,
-        resume_command=f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
+        rundir.tensorboard if config.observe.use_tensorboard else None,
+        f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
     )
     sys.stdout.write(f"{visible(text)}\n")
     said(visible(text))
@@ -131,6 +131,6 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         uncertain_calls=uncertain_in(recorder.rundir.episodes),
         environment_outages=recorder.outages.summary(),
         seed=config.run.seed,
-        config_hash=recorder.experiment,
+        config_hash=recorder.identity.config_hash,
         versions=package_versions(),
     )

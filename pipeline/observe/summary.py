@@ -190,21 +190,16 @@ def read_summary(path: Path) -> RunSummary:
         raise UsageError(f"{path} is no run summary ({error}); it was edited or is of another version") from error
 
 
-def closing_text(
-    summary: RunSummary,
-    places: Mapping[str, Path],
-    *,
-    tensorboard: Path | None = None,
-    resume_command: str | None = None,
-) -> str:
+def closing_text(summary: RunSummary, places: Mapping[str, Path], tensorboard: Path | None, resume: str | None) -> str:
     """What is shown when a run has ended: its results in a few lines, then where everything is and what to do next.
 
-    `places`: the run's directory first, then the files made in it; `checkpoint` is a Hugging Face directory.
+    `places`: the run's directory first, then the files made in it; `checkpoint` is a Hugging Face directory. `resume`:
+    the command that continues the run.
     """
     lines = [f"{summary.exit_reason}: {summary.steps} steps in {duration(summary.wall_s)} ({summary.mode})", ""]
     lines += _aligned(_results(summary))
     lines += ["", *_aligned([(name, str(path)) for name, path in places.items()])]
-    following = _next_steps(places, tensorboard, resume_command)
+    following = _next_steps(places, tensorboard, resume)
     if following:
         lines += ["", "Next:", *_aligned(following)]
     return "\n".join(lines)
@@ -274,9 +269,7 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     return rows
 
 
-def _next_steps(
-    places: Mapping[str, Path], tensorboard: Path | None, resume_command: str | None
-) -> list[tuple[str, str]]:
+def _next_steps(places: Mapping[str, Path], tensorboard: Path | None, resume: str | None) -> list[tuple[str, str]]:
     steps: list[tuple[str, str]] = []
     if "checkpoint" in places:
         steps.append(("use the model", f"AutoModelForCausalLM.from_pretrained({str(places['checkpoint'])!r})"))
@@ -286,6 +279,6 @@ def _next_steps(
         steps.append(("read samples", f"python launch.py samples {places['run']}"))
     if "trace" in places:
         steps.append(("follow a sample through the stages", f"open {places['trace']} in https://ui.perfetto.dev"))
-    if resume_command is not None:
-        steps.append(("continue this run", resume_command))
+    if resume is not None:
+        steps.append(("continue this run", resume))
     return steps

@@ -12,8 +12,10 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from configs.graph import loops, path
 from configs.schema import Config
@@ -35,23 +37,17 @@ from stages.train.checkpoints import remove_superseded
 from transport import TopicServer
 
 BIAS_FILE = "bias.json"
+ANY_RUN: Final = Manifest(step=0, version=0, run_generation=0, ledger="", config_hash="", cursor="")
 
 
 class Recorder:
     """Writes the records of one phase of a run. A context manager."""
 
     def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        *,
-        run_generation: int = 0,
-        resume_step: int | None = None,
-        experiment: str = "",
-        data: str = "",
+        self, config: Config, rundir: RunDir, resume_step: int | None = None, identity: Manifest = ANY_RUN
     ) -> None:
-        self.config, self.rundir, self.run_generation = config, rundir, run_generation
-        self.experiment, self.data = experiment, data  # hash of the configuration, fingerprint of the prompts
+        """`identity`: what all checkpoints of this start say of the run."""
+        self.config, self.rundir, self.identity = config, rundir, identity
         self.started = time.monotonic()
         self.began = journal.Began(time.time())
         self.effective = journal.EffectiveTime(self.began.unix_s)
@@ -215,14 +211,8 @@ class Recorder:
 
     async def commit(self, report: CheckpointReady, ledger: LedgerSnapshot) -> None:
         draft, final = Path(report.path), final_path(self.rundir.checkpoints, report.step)
-        manifest = Manifest(
-            step=report.step,
-            version=report.version,
-            run_generation=self.run_generation,
-            ledger=msgspec.json.encode(ledger).decode(),
-            config_hash=self.experiment,
-            cursor=self.data,
-        )
+        groups = msgspec.json.encode(ledger).decode()
+        manifest = replace(self.identity, step=report.step, version=report.version, ledger=groups)
 
         def seal() -> None:
             write_manifest(draft, manifest)

@@ -29,6 +29,7 @@ from pipeline.hosts.launcher import Handle
 from transport import awake_clock
 
 Change = Literal["lost", "recovered"]
+Complaint = Callable[[], str | None]
 HealthProbe = Callable[[], Awaitable[str | None]]  # one look, within its timeout: a fault in words, or None
 
 IDLE_SHARE = 0.2  # of one core: processes that used less during a look did nothing
@@ -69,12 +70,12 @@ class HealthTracker:
         return f"{looks} ({self.last})"
 
 
+def no_complaint() -> None:
+    """Of a server about which nobody complains."""
+
+
 async def until(
-    change: Change,
-    account: HealthTracker,
-    look: HealthProbe,
-    interval_s: float,
-    complaint: Callable[[], str | None] = lambda: None,
+    change: Change, account: HealthTracker, look: HealthProbe, interval_s: float, complaint: Complaint = no_complaint
 ) -> str:
     """Check every `interval_s` seconds until the account has a `change`; return the reason.
 

@@ -29,7 +29,7 @@ from models.checkpoint import draft_path, remove_leftovers, resumable_checkpoint
 from pipeline.facts.run_directory import RunDir
 from pipeline.record import journal as journal_module
 from pipeline.record.journal import Journal, RolledBack
-from pipeline.record.recorder import Recorder
+from pipeline.record.recorder import ANY_RUN, Recorder
 from stages.generate.stage import GenerateStage
 from stages.graders import grade
 from stages.group.stage import GroupStage
@@ -67,7 +67,10 @@ class Life:
         self.run_generation = journal_module.last_run_generation(rundir.ledger) + 1 if resumed else 0
         step = manifest.step if manifest is not None else 0
         self.recorder = Recorder(
-            CONFIG, rundir, run_generation=self.run_generation, resume_step=step if resumed else None
+            CONFIG,
+            rundir,
+            step if resumed else None,
+            msgspec.structs.replace(ANY_RUN, run_generation=self.run_generation),
         )
         self.ledger = self.recorder.ledger = Ledger(snapshot)
         self._first: tuple[journal_module.Event, ...] = ()

@@ -189,7 +189,7 @@ async def test_an_alarm_is_in_lines_displays_advice_and_summary_and_outlives_a_r
     assert again.health.active == recorder.health.active
     assert again.points == recorder.points
     summary = summarise(again, config, "finished")
-    text = closing_text(summary, {"run": rundir.path})
+    text = closing_text(summary, {"run": rundir.path}, None, None)
     [sentence] = [alarm.sentence for alarm in recorder.health.active.values() if alarm.what == "reward"]
     assert re.search(rf"^  alarm +{re.escape(sentence)}$", text, re.MULTILINE)
     assert re.search(rf"^  best +{re.escape(best)}$", text, re.MULTILINE)

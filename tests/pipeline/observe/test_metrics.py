@@ -208,7 +208,7 @@ def test_the_file_reads_back_and_appears_whole(tmp_path: Path) -> None:
 def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path: Path) -> None:
     places = {"run": tmp_path, "checkpoint": tmp_path / "hf", "trace": tmp_path / "t.json"}
     again = "python launch.py --resume here"
-    text = closing_text(summary(), places, tensorboard=tmp_path / "tb", resume_command=again)
+    text = closing_text(summary(), places, tmp_path / "tb", again)
     for words in (
         "completed: 50 steps in 1:23 (async)", "0.350 -> 0.610", "0.400 -> 0.650 (best 0.700 at version 25)",
         "mean 0.50, p99 1, max 1, bound 2", "12.3k trained", "51 versions by delta, differences of 1/12.5 of the bytes",
@@ -219,7 +219,7 @@ def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path:
     ):  # fmt: skip
         assert words in text, words
     assert "train 0" not in text
-    bare = closing_text(summary(), {"run": tmp_path})
+    bare = closing_text(summary(), {"run": tmp_path}, None, None)
     assert "Next:" not in bare
 
 
