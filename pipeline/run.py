@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from configs.graph import replicas
 from configs.layers import supervised, untrained, with_model
@@ -197,12 +198,8 @@ class Phase:
         kept = restorable(checkpoint, config.rollout.n_samples_per_prompt) if checkpoint is not None else frozenset()
         self.restored = tuple(group_id for group_id in self.reopened if group_id in kept)
         self.start = manifest.step if manifest else 0  # the step from which this start of the run goes on
-        identity = msgspec.structs.replace(
-            ANY_RUN,
-            run_generation=self.run_generation,
-            config_hash=config_hash(given) if given is not None else "",
-            cursor=self.prompts.fingerprint,
-        )
+        experiment, cursor = config_hash(given) if given is not None else "", self.prompts.fingerprint
+        identity = replace(ANY_RUN, run_generation=self.run_generation, config_hash=experiment, cursor=cursor)
         self.recorder = Recorder(self.config, rundir, self.start if config.run.resume else None, identity)
         self.lives = (*read_lives(rundir.episodes), self.start) if keeps_rollouts(config) else ()
         # Nobody can guess the name, so nobody can take it before the trainer does.

@@ -294,15 +294,10 @@ class Monitor:
         """What /metrics reports of the run."""
         self._watch_engines()
         router = read_fleet(self.recorder.rundir).get("router")
-        return Facts(
-            run=self.recorder.view.snapshot(time.monotonic()),
-            staleness=self.recorder.view.staleness,
-            restarts=self.recorder.restarts,
-            dead_letters=len(self.recorder.dead_letters),
-            engines=self._engines,
-            # The metrics address of the run's router; that of a router started by the user is unknown.
-            router=router.metrics or None if router is not None else None,
-        )
+        # The metrics address of the run's router; that of a router started by the user is unknown.
+        address = router.metrics or None if router is not None else None
+        view, restarts, lost = self.recorder.view, self.recorder.restarts, len(self.recorder.dead_letters)
+        return Facts(view.snapshot(time.monotonic()), view.staleness, restarts, lost, self._engines, address)
 
     def _watch_progress(self) -> None:
         """Report what waits for what, where nothing was trained for long."""

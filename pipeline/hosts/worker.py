@@ -141,18 +141,8 @@ def _link(before: ReplicaSpec, after: ReplicaSpec, room: int) -> ChainLink[Any]:
 async def _run_member(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config, place: Place) -> None:
     trace, enabled = Path(spec.run_dir, "trace"), config.observe.trace
     with TraceWriter(trace, spec.replica, stage=spec.stage, enabled=enabled) as spans:
-        context = StageContext(
-            config=config,
-            run_dir=Path(spec.run_dir),
-            replica=spec.replica,
-            spans=spans,
-            index=spec.index,
-            replicas=spec.replicas,
-            concurrency=spec.concurrency,
-            options=spec.options,
-            built_in=spec.built_in,
-            loops=spec.loops,
-        )
+        counts, options = (spec.index, spec.replicas, spec.concurrency), (spec.options, spec.built_in, spec.loops)
+        context = StageContext(config, Path(spec.run_dir), spec.replica, spans, *counts, *options)
         stage: Stage = import_path(spec.path)(context)
         try:
             await stage.setup()

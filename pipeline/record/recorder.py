@@ -59,13 +59,9 @@ class Recorder:
         self.ledger = Ledger()
         supervised = config.train.loss_type == "sft_loss"
         phase = "warm start" if config.warm_start.warm_start_steps else "supervised"
-        begins = RunSnapshot(
-            mode=phase if supervised else config.run.mode,
-            step=resume_step or 0,
-            total_steps=config.rollout.num_rollout,
-            staleness_bound=config.asynchrony.max_staleness,
-            supervised=supervised,
-        )
+        mode, bound = phase if supervised else config.run.mode, config.asynchrony.max_staleness
+        begins = RunSnapshot(mode, resume_step or 0, config.rollout.num_rollout)
+        begins.staleness_bound, begins.supervised = bound, supervised
         stages = [name for name in (*path(config), *loops(config)) if name != "prompts"]
         self.view = RunView(begins, self.started, stages)
         self.goodput = Goodput(config, self.view)
@@ -77,7 +73,7 @@ class Recorder:
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
         self.dead_letters: list[str] = []
-        self.staleness_bound = config.asynchrony.max_staleness  # the largest that applied
+        self.staleness_bound = bound  # the largest that applied
         self.changes: list[Changed] = []  # by the user, also before a resume
         self.delta_ratios: list[float] = []  # per step, where weights travel as differences
         self._topic: TopicServer | None = None

@@ -40,6 +40,7 @@ from configs.load import load, load_arguments, recipe_names, with_work
 from configs.rules.validate import checked
 from configs.schema import Config
 from models.engines.launch.environment import Installed
+from models.errors import UserFault
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.errors import Refused, UsageError, check_repeatable
 from pipeline.preflight.data import prepare, with_data
@@ -300,7 +301,7 @@ def test_what_is_installed(environment: FakeEnvironment) -> None:
 def test_each_fault_is_one_sentence_and_all_are_reported_together(
     environment: FakeEnvironment, sections: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises((UsageError, UserFault)) as caught:
         prepare_sglang(make_config(engine=SGLANG, **sections))
     found = caught.value.faults if isinstance(caught.value, Refused) else [str(caught.value)]
     for fault, one in zip(found, words, strict=True):
