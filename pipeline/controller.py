@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.graph import Stream, autoscale_limits
+from configs.graph import autoscale_limits
 from models.train.trainer_group.rank_spec import MEETING
 from pipeline.control.autoscale import Adviser, Meter
 from pipeline.control.endpoint import endpoint as control_endpoint
@@ -50,7 +50,7 @@ from stages.ports import Inlet, Ports
 from stages.prompts.stage import PromptStage
 from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
 from stages.train.checkpoints import SAVE
-from transport import Hub, Node, StreamSpec, TopicServer
+from transport import Hub, Node, TopicServer
 from transport.security import load_security
 
 _CONTROLLER: Final = frozenset[str]()
@@ -104,7 +104,8 @@ class Controller:
                 publish_files(topic, self.config.train.hf_checkpoint)
             dead_letters = DeadLetters(topic, self.recorder, self.stage.close_groups)
             for stream in self.graph.streams:
-                hub = self.hubs[stream.name] = await node.hub(self._spec(stream), dead_letters)
+                spec = stream_spec(self.config, self.stage.gate, stream, self.placement.addresses[stream.name])
+                hub = self.hubs[stream.name] = await node.hub(spec, dead_letters)
                 self.placement.addresses[stream.name] = hub.address
             lifecycle = Lifecycle(topic, self.hubs, self.recorder)
             kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
@@ -133,14 +134,6 @@ class Controller:
 
     def _stalled(self, more: str = "") -> Stalled:
         return Stalled(f"{self._stall_reason}{more}; continue with --resume {self.rundir.path}")
-
-    def _spec(self, stream: Stream) -> StreamSpec:
-        address = self.placement.addresses[stream.name]
-        return msgspec.structs.replace(
-            stream_spec(self.config, self.stage.gate, stream.name, address, stream.routing),
-            producers=frozenset(stage for stage, _ in stream.producers),
-            consumers=frozenset({stream.consumer[0]}),
-        )
 
     async def _ports(self, node: Node, topic: TopicServer) -> Ports:
         """Ports of the prompt stage."""

@@ -46,7 +46,6 @@ from pipeline.hosts.worker import UNBOUNDED_BYTES, PortSpec, ReplicaSpec
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 from transport import StreamSpec
-from transport.spec import Routing
 
 STAGES = {
     "engines": "stages.engines.stage:EnginesStage",
@@ -131,15 +130,15 @@ SAMPLE_BYTES: Final = 64 << 10  # of one sample beside its tokens, and its part 
 SAMPLE_EXTRAS_BYTES: Final = 4 << 20  # of its extras that do not grow with its tokens: an image
 
 
-def stream_spec(
-    config: Config, gate: StalenessGate, name: str, address: str, routing: Routing = "least_loaded"
-) -> StreamSpec:
-    """The stream `name`, of which every message that the gate lets out may be in one hub."""
+def stream_spec(config: Config, gate: StalenessGate, stream: Stream, address: str) -> StreamSpec:
+    """The stream, of which every message that the gate lets out may be in one hub."""
     members = config.rollout.n_samples_per_prompt
     return StreamSpec(
-        name=name,
+        name=stream.name,
         address=address,
-        routing=routing,
+        routing=stream.routing,
+        producers=frozenset(stage for stage, _ in stream.producers),
+        consumers=frozenset({stream.consumer[0]}),
         # Twice, because a lost replica's work may come a second time before the first is released.
         capacity_items=gate.most_open * members * 2 + 10_000,
         capacity_bytes=UNBOUNDED_BYTES,

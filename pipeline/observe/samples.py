@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="directory of a run, or a samples.jsonl")
     parser.add_argument("--step", type=int, help="only samples of this step")
     parser.add_argument("--group", type=int, help="only samples of this group")
-    parser.add_argument("--reward", type=_bound, metavar="BOUND", help="only with this reward: 1, '>0.5', '<=0'")
+    parser.add_argument("--reward", type=read_bound, metavar="BOUND", help="only with this reward: 1, '>0.5', '<=0'")
     parser.add_argument("--failed", action="store_true", help="only failed rollouts, and groups that ended as failed")
     parser.add_argument("--untrained", action="store_true", help="only groups that were not trained")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -78,18 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _bound(text: str) -> Callable[[float], bool]:
-    try:
-        return read_bound(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def read_bound(text: str) -> Callable[[float], bool]:
     """Whether a reward is within a bound such as `1` or `>0.5`. Raises UsageError for another text."""
     match = _BOUND.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is no bound; write a number, or <, <=, > or >= before it")
+        raise UsageError(f"reward {text!r} is no bound; write a number, or <, <=, > or >= before it")
     sign, limit = match[1] or "=", float(match[2])
     if sign == "=":
         return lambda reward: abs(reward - limit) < 1e-9

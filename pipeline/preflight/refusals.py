@@ -60,17 +60,15 @@ def check_environments(config: Config) -> None:
             lines = _ask(table, "check", table.class_path, options)
             (line,) = lines or (msgspec.Raw(b'"its process printed nothing"'),)
             hosted = msgspec.json.decode(line, type=Hosted)
+            if table.name in requested and not hosted.tasks:
+                faults.append(
+                    f"--prompt-data {table.name}: the environment's class {table.class_path} makes no tasks; give it a "
+                    "class method tasks(split, seed), or give a file of rows"
+                )
         except msgspec.ValidationError:
             faults.append(f"environment.{table.name}: {msgspec.json.decode(line)}")
-            continue
         except UsageError as error:
             faults.append(str(error))
-            continue
-        if table.name in requested and not hosted.tasks:
-            faults.append(
-                f"--prompt-data {table.name}: the environment's class {table.class_path} makes no tasks; give it a "
-                "class method tasks(split, seed), or give a file of rows"
-            )
     if faults:
         raise Refused(faults)
 
@@ -254,10 +252,8 @@ def sglang_parts(config: Config) -> tuple[Part, ...]:
     frozen = any(not is_address(place) for place in frozen_engines(config).values())
     server = config.engine.engine == "sglang" and (own or frozen)
     kind = router_kind(config) if config.router.router_address is None else "none"
-    programs: list[Part] = ["server"] if server else []
-    if kind != "none":
-        programs.append("smg" if kind == "smg" else "router")
-    return tuple(programs)
+    parts: dict[str, tuple[Part, ...]] = {"none": (), "smg": ("smg",)}
+    return (*(("server",) if server else ()), *parts.get(kind, ("router",)))
 
 
 def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:

@@ -169,12 +169,10 @@ class Goodput:
         """The same under the names of docs/metrics.md."""
         found = self.figures()
         shares = {"goodput/share": found.goodput, "goodput/attainable": found.attainable}
-        return (
-            {name: value for name, value in shares.items() if value is not None}
-            | {f"goodput/lost_{cause}": share for cause, share in found.lost.items()}
-            | {f"waste/{cause}": float(n) for cause, n in found.waste.items()}
-            | {"waste/recomputed_prefill": float(found.recomputed_tokens)}
-        )
+        known = {name: value for name, value in shares.items() if value is not None}
+        lost = {f"goodput/lost_{cause}": share for cause, share in found.lost.items()}
+        waste = {f"waste/{cause}": float(n) for cause, n in found.waste.items()}
+        return known | lost | waste | {"waste/recomputed_prefill": float(found.recomputed_tokens)}
 
 
 MOST_REASONS = 30  # names of metrics; the rest is counted as `other`

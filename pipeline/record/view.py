@@ -218,16 +218,11 @@ class RunView:
         idle: dict[str, float] = {}
         for replica in self._of("engines"):
             idle |= {n.removesuffix(IDLE): v for n, v in replica.newest.extra.items() if n.endswith(IDLE)}
-        return tuple(
-            EngineRow(
-                name=name,
-                up=name in self._up,
-                version=report[0] if report is not None else None,
-                idle=idle.get(name) if name in self._up else None,
-                update_s=report[1] if report is not None else None,
-            )
-            for name, report in sorted(self._engines.items(), key=lambda item: (len(item[0]), item[0]))
-        )
+        rows = []
+        for name, report in sorted(self._engines.items(), key=lambda item: (len(item[0]), item[0])):
+            up, (version, update_s) = name in self._up, report if report is not None else (None, None)
+            rows.append(EngineRow(name, up, version, idle.get(name) if up else None, update_s))
+        return tuple(rows)
 
     def _row(self, stage: str) -> StageRow:
         alive = [r for key, r in self._replicas.items() if key[0] == stage and key not in self._retired]

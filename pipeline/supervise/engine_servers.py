@@ -30,7 +30,7 @@ from models.engines.client import EngineClient
 from models.engines.launch.command import RUNNER, server_launch, with_token
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
-from models.engines.token import Token, TokenFile
+from models.engines.token import Token
 from models.errors import EngineError
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
@@ -87,12 +87,8 @@ class EngineProcess(SupervisedServer):
         self.spec, self.lifecycle, self._fetcher = spec, lifecycle, fetcher
         self.name, self.kind = spec.name, spec.kind
         self._incarnation = 0
-
-    @property
-    def token(self) -> TokenFile:
-        """Of the run; every engine that it starts has it."""
-        assert self.spec.token is not None
-        return self.spec.token
+        assert spec.token is not None, "every engine that the run starts has the token of the run"
+        self.token = spec.token
 
     @contextlib.contextmanager
     def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:

@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import NO_DATA, SIMULATED, SIMULATED_TRAINER, SMALL, Finished, here, made_model, succeed_here
 
+from configs.graph import streams
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.import_path import import_path
@@ -379,7 +380,8 @@ def test_a_hub_holds_all_that_the_gate_lets_out(batch: int, members: int, stalen
     sizes = {"rollout_batch_size": batch, "n_samples_per_prompt": members, "rollout_max_context_len": context}
     config = make_config(rollout=sizes)
     gate = StalenessGate(batch, staleness)
-    spec = stream_spec(config, gate, "group", "inproc://x")
+    stream = next(one for one in streams(config) if one.name == "group")
+    spec = stream_spec(config, gate, stream, "inproc://x")
     rollouts = gate.most_open * members
     assert spec.capacity_items >= 2 * rollouts
     assert spec.capacity_bytes >= rollouts * context * 13, "ids, mask, log-probs and a teacher's of every token"
