@@ -8,13 +8,9 @@ neither are the starts of processes.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 from bench.report import Series, arguments, finish, machine
-from bench.scale import ROOT, by_name, steps, usage
+from bench.scale import by_name, watched
 
 APART = "a process for each stage"
 CONTENDERS = {APART: ["--chain", "none"], "chained": []}
@@ -29,15 +25,8 @@ FLAGS = [
 
 def measure(flags: list[str], batches: int) -> dict[tuple[str, str], float]:
     """By (process, unit): CPU-ms per batch, their sum as `all`, and how often threads of all were woken."""
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
-        run_dir, log = Path(home) / "run", Path(home) / "log"
-        argv = [sys.executable, "launch.py", *FLAGS, *flags, "--num-rollout", str(batches), "--run-dir", str(run_dir)]
-        with log.open("w") as output:
-            process = subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=output)
-        looks = [(step, usage(process.pid)) for step, _ in steps(run_dir / "metrics.jsonl", process) if step < batches]
-        if process.returncode != 0:
-            sys.exit(f"exit code {process.returncode}\n{log.read_text()[-2000:]}")
-    (first, before), (last, after) = next(look for look in looks if look[0] >= batches // 10), looks[-1]
+    looks = watched([*FLAGS, *flags, "--num-rollout", str(batches)], before=batches)
+    (first, _, before), (last, _, after) = next(look for look in looks if look[0] >= batches // 10), looks[-1]
     spent = by_name(before, after, last - first)
     spent["all"] = sum(spent.values())
     woken = (after.wakeups - before.wakeups) / (last - first)

@@ -15,6 +15,7 @@ tests them and says nothing about speed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -22,8 +23,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -31,16 +32,18 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.report import Machine, machine
+from bench.report import ROOT, Machine, launch, machine
+from bench.rigs.sums import Row, Sampler
 from bench.rigs.train_work import importable, make_checkpoint, model_config
 from configs.load import load
 from configs.plan.memory import trainer_memory
 from configs.resolve import resolve
+from configs.schema import EngineConfig
 from configs.schema.model_shapes import read_shape
+from models.engines.core import Completion
 from pipeline.observe.summary import read_summary
 from pipeline.record.metrics import read_metrics
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 LIMIT_S: Final = 520.0  # of all checks together
 # In the order of their worth, with the seconds that each may take.
 CHECKS: Final = {"engine": 90, "log_probs": 60, "train 0.6B": 110, "quickstart": 120, "compare": 130, "train 4B": 150}
@@ -70,10 +73,6 @@ def engine(device: str, home: Path) -> dict[str, Any]:
     """64 requests of 128 tokens, and the same tokens through the model of transformers."""
     from transformers import AutoModelForCausalLM
 
-    from configs.schema.rollout import EngineConfig
-    from models.engines.core import Completion
-    from models.engines.embedded.engine import EmbeddedEngine
-    from models.engines.protocol import SamplingParams
     from models.tiny import make_tiny_checkpoint
 
     size = "0.6B" if device == "cuda" else "quick"
@@ -82,29 +81,15 @@ def engine(device: str, home: Path) -> dict[str, Any]:
     for file in make_tiny_checkpoint(home / "tokenizer").glob("*token*"):
         (home / "model" / file.name).write_bytes(file.read_bytes())
     config = EngineConfig(engine_device=device, engine_dtype=dtype, engine_slots=64)
-    served = EmbeddedEngine(config, str(home / "model"), max_context_len=512)
-    left, ended = 64, threading.Event()
+    rows = [Row(prompt, ()) for prompt in np.random.default_rng(1).integers(0, 1000, (64, 64), dtype=np.int32)]
 
-    def deliver(completions: Any) -> None:
-        nonlocal left
-        left -= sum(one.finish is not None for one in completions)
-        if not left:
-            ended.set()
+    async def answers() -> tuple[list[Completion], float]:
+        async with Sampler(config, home / "model", max_context=512) as sampler:
+            started = time.perf_counter()
+            return await sampler.sample(rows, range(64), 1, 1.0, exactly=128), time.perf_counter() - started
 
-    served.start(deliver, lambda error: ended.set())
-    prompts = np.random.default_rng(1).integers(0, 1000, (64, 64), dtype=np.int32)
-    requests = [
-        Completion(
-            rid=str(number), group=number, sample=0, prompt=prompt, prompt_key=prompt.tobytes(),
-            rule=SamplingParams(min_new_tokens=128), seed=number, max_new=128, stop_ids=(), stop_strings=(),
-            stream=False, extra_key="", score_from=-1,
-        )
-        for number, prompt in enumerate(prompts)
-    ]  # fmt: skip
-    started = time.perf_counter()
-    served.submit(requests)
-    ended.wait(timeout=80)
-    took_s, made = time.perf_counter() - started, sum(len(one.output_ids) for one in requests)
+    requests, took_s = asyncio.run(answers())
+    made = sum(len(one.output_ids) for one in requests)
     model = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).eval()
     differences = []
     for request in requests[:8]:
@@ -165,10 +150,7 @@ def quickstart(device: str, home: Path) -> dict[str, Any]:
     """40 batches after 60 steps of warm start."""
     placed = ["--train-device", device, "--engine-device", device, "--run-dir", str(home / "run")]
     short = [*SHORT, "--num-rollout", "40", "--eval-interval", "20"]
-    subprocess.run(
-        [sys.executable, "launch.py", "--mode", "async", *FLAGS, *placed, *short],
-        cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    launch(["--mode", "async", *FLAGS, *placed, *short])
     rows = [row for row in read_metrics(home / "run" / "metrics.jsonl") if "perf/step_time" in row][10:]
     names = {
         "s/batch": "perf/step_time", "publish of weights, s": "perf/publish_weights_time",
@@ -184,11 +166,8 @@ def quickstart(device: str, home: Path) -> dict[str, Any]:
 def compare(device: str, home: Path) -> dict[str, Any]:
     """What `launch.py compare` prints."""
     flags = [*FLAGS[:2], *SHORT, "--train-device", device, "--engine-device", device]
-    done = subprocess.run(
-        [sys.executable, "launch.py", "compare", "--batches", "10", "--rounds", "1", "--buffers", "1", "2", *flags],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    return {"text": [line for line in done.stdout.splitlines() if line and not line.startswith(("round", "warm"))]}
+    printed = launch(["compare", "--batches", "10", "--rounds", "1", "--buffers", "1", "2", *flags])
+    return {"text": [line for line in printed.splitlines() if line and not line.startswith(("round", "warm"))]}
 
 
 def run_check(name: str, device: str, limit_s: float) -> Outcome:
@@ -241,9 +220,8 @@ def main() -> int:
     if options.check is not None:
         kind, _, size = options.check.partition(" ")
         checks = {"engine": engine, "log_probs": log_probs, "quickstart": quickstart, "compare": compare}
-        figures = (
-            train(options.device, options.home, size) if kind == "train" else checks[kind](options.device, options.home)
-        )
+        checks["train"] = partial(train, size=size)
+        figures = checks[kind](options.device, options.home)
         (options.home / "figures.json").write_text(json.dumps(figures))
         return 0
     started, outcomes = time.monotonic(), []

@@ -23,9 +23,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bench.report import Series, arguments, finish, machine
-from configs.load import load
 from configs.plan.goodput import attainable, planned_workload
-from configs.rules.validate import checked
+from configs.rules.validate import checked_flags
 from configs.schema import Config
 from pipeline.observe.summary import read_summary
 from pipeline.record.metrics import read_metrics
@@ -82,11 +81,6 @@ def flags(buffer: str, ratio: float, steps: int, seed: int, run_dir: Path) -> li
     ]  # fmt: skip
 
 
-def resolved(flags: list[str]) -> Config:
-    loaded = load(flags)
-    return checked(loaded.config, loaded.given)[0]
-
-
 def completed(name: str, config: Config, run_dir: Path) -> list[dict[str, float]]:
     """The rows of all batches of a run in this process. Its output is shown if it fails, which ends the benchmark."""
     output = StringIO()
@@ -102,7 +96,7 @@ def measure(buffer: str, ratio: float, steps: int, seed: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         run_dir = Path(home) / "run"
         last = 8 if buffer == "auto" else int(buffer)  # batches for which nothing new is admitted
-        config = resolved(flags(buffer, ratio, WARM_UP + steps + last, seed, run_dir))
+        config = checked_flags(flags(buffer, ratio, WARM_UP + steps + last, seed, run_dir))
         rows = completed(f"N={buffer}", config, run_dir)
         summary = read_summary(run_dir / "summary.json")
     counted = rows[WARM_UP - 1 : WARM_UP + steps]

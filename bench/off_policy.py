@@ -33,7 +33,6 @@ import numpy.typing as npt
 
 from bench.report import Series, arguments, finish, machine
 from bench.rigs.sums import GROUPS, HELD_OUT, MEMBERS, Sampler, Task, configured, graded
-from configs.schema import Config
 from models.train.build import build_backend
 from models.train.interface import TrainBackend, TrainSequence
 
@@ -72,29 +71,27 @@ async def one_run(task: Task, name: str, flags: Sequence[str], *, batches: int, 
     config = configured(task.model, [*flags, "--seed", str(seed), "--max-staleness", str(staleness)])
     backend = build_backend(config, batches)
     backend.setup()
-    curves, waiting = Curves(), deque[list[TrainSequence]]()
+    curves, waiting, steps = Curves(), deque[list[TrainSequence]](), config.train.num_steps_per_rollout or 1
     order = np.random.default_rng(seed).permutation(len(task.train) * 4) % len(task.train)
     groups = GROUPS * 11 // 8 if name == "late groups dropped" else GROUPS  # so that as many are left
-    with tempfile.TemporaryDirectory(dir=task.home) as slots:
-        async with Sampler(config, task.model, task.eos_id) as sampler:
-            for number in range(batches + staleness):
-                version = max(0, number - staleness)
-                first = number * groups
-                rows = [task.train[int(i)] for i in order[first : first + groups]]
-                answers = await sampler.sample(rows, [seed * 100_003 + first + i for i in range(groups)], MEMBERS, 1.0)
-                sequences, reward = graded(config, rows, answers, first, version)
-                waiting.append(without_late(sequences, name))
-                if number >= staleness:
-                    curves.reward.append(reward)
-                    if version % 20 == 0 or version == batches - 1:
-                        greedy = await sampler.sample(task.held_out, [0] * HELD_OUT, 1, 0.0)
-                        right = [tuple(c.output_ids) == r.answer for c, r in zip(greedy, task.held_out, strict=True)]
-                        curves.held_out.append((version, float(np.mean(right))))
-                        is_long = [len(row.answer) >= LONG for row in task.held_out]
-                        curves.held_out_long.append(float(np.mean(np.array(right)[is_long])))
-                    train(config, backend, waiting.popleft(), version, curves)
-                    manifest = backend.write_slot(Path(slots), task.model, version + 1, 0)
-                    await sampler.engine.update_weights(manifest.path, str(version + 1), abort_all=False)
+    async with Sampler(config.engine, task.model) as sampler:
+        for number in range(batches + staleness):
+            version = max(0, number - staleness)
+            first = number * groups
+            rows = [task.train[int(i)] for i in order[first : first + groups]]
+            answers = await sampler.sample(rows, [seed * 100_003 + first + i for i in range(groups)], MEMBERS, 1.0)
+            sequences, reward = graded(config, rows, answers, first, version)
+            waiting.append(without_late(sequences, name))
+            if number >= staleness:
+                curves.reward.append(reward)
+                if version % 20 == 0 or version == batches - 1:
+                    greedy = await sampler.sample(task.held_out, [0] * HELD_OUT, 1, 0.0)
+                    right = [tuple(c.output_ids) == r.answer for c, r in zip(greedy, task.held_out, strict=True)]
+                    curves.held_out.append((version, float(np.mean(right))))
+                    is_long = [len(row.answer) >= LONG for row in task.held_out]
+                    curves.held_out_long.append(float(np.mean(np.array(right)[is_long])))
+                measure(backend, waiting[0], curves)
+                await sampler.train(backend, waiting.popleft(), version, steps)
     return curves
 
 
@@ -111,19 +108,14 @@ def without_late(sequences: list[TrainSequence], name: str) -> list[TrainSequenc
     return sequences
 
 
-def train(config: Config, backend: TrainBackend, sequences: list[TrainSequence], version: int, curves: Curves) -> None:
-    """Measure how far the policy has moved from the samplers of the batch, then train on it."""
-    steps = config.train.num_steps_per_rollout or 1
+def measure(backend: TrainBackend, sequences: list[TrainSequence], curves: Curves) -> None:
+    """How far the policy has moved from the samplers of the batch."""
     theta = np.concatenate(backend.logprobs(sequences)).astype(np.float64)
     mu = np.concatenate([one.rollout_log_probs[one.prompt_length :] for one in sequences]).astype(np.float64)
     log_ratio = np.clip(theta - mu, -20, 20)
     ratio = np.exp(log_ratio)
     curves.ess.append(float(ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum())))
     curves.kl.append(float(np.mean(ratio - 1 - log_ratio)))
-    backend.begin_batch(rollouts=len(sequences), steps=steps, version=version)
-    backend.accumulate(sequences)
-    for _ in range(steps):
-        backend.step()
 
 
 def one_seed(seed: int, batches: int, staleness: int, names: Sequence[str]) -> dict[str, Curves]:

@@ -32,16 +32,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from bench.report import Series, arguments, finish, machine
-from bench.rigs.sums import Row, Sampler, graded
-from configs.load import load
-from configs.rules.validate import checked
+from bench.report import ROOT, Series, arguments, finish, launch, machine
+from bench.rigs.sums import Sampler, graded, rows_of
+from configs.rules.validate import checked_flags
 from models.checkpoint import latest_checkpoint
 from models.engines.text import TextCodec
 from models.train.build import build_backend
 from pipeline.record.metrics import read_metrics
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 PROMPTS, MEMBERS, LR, LONGEST, WARM_UP = 32, 8, 2e-4, 8, 10
 SYNC: Final = "sluice, sync"
 OURS: Final = {SYNC: ["--mode", "sync"]} | {
@@ -65,25 +63,17 @@ Curve = list[tuple[float, float]]  # (seconds, accuracy)
 def start(home: Path) -> tuple[Path, Path]:
     """The model after the warm start, and the file of prompts."""
     run = home / "start"
-    _launch(["--mode", "sync", *FLAGS, "--num-rollout", "0", "--run-dir", str(run)])
+    launch(["--mode", "sync", *FLAGS, "--num-rollout", "0", "--run-dir", str(run)])
     checkpoint = latest_checkpoint(run / "warm_start" / "checkpoints")
     assert checkpoint is not None, "the warm start saves its model"
     return checkpoint / "hf", next((run / "assets" / "data").glob("*-train.jsonl"))
-
-
-def _launch(flags: list[str]) -> None:
-    done = subprocess.run([sys.executable, "launch.py", *flags], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(
-            f"launch.py {' '.join(flags)}: exit code {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
-        )
 
 
 def ours(name: str, flags: list[str], model: Path, batches: int, seed: int, home: Path) -> tuple[Figures, Curve]:
     """Seconds and share of right answers of each batch; accuracy over time, where it is evaluated."""
     run = home / f"{name.replace(' ', '')}-{seed}"
     flags = [*OURS[name], *FLAGS, *BATCH, *flags, "--hf-checkpoint", str(model), "--num-rollout", str(batches)]
-    _launch([*flags, "--seed", str(seed), "--rollout-seed", str(seed), "--run-dir", str(run)])
+    launch([*flags, "--seed", str(seed), "--rollout-seed", str(seed), "--run-dir", str(run)])
     rows = list(read_metrics(run / "metrics.jsonl"))
     steps = [row for row in rows if "perf/step_time" in row]
     ends = [0.0, *(row["wall_s"] for row in steps)]
@@ -107,34 +97,23 @@ def in_child(name: str, path: str, model: Path, prompts: Path, batches: int, see
 def train_in_a_bare_loop(given: dict[str, Any]) -> None:
     """In a process of its own: sample, grade, train, write the weights, load them."""
     flags = ["--mode", "sync", "--config", "quickstart", *BATCH, *NOT_HELD_OUT, "--hf-checkpoint", given["model"]]
-    loaded = load([*flags, "--num-rollout", str(given["batches"]), "--seed", str(given["seed"])])
-    config, model = checked(loaded.config, loaded.given)[0], Path(given["model"])
-    backend, codec = build_backend(config, given["batches"]), TextCodec.load(model)
+    config = checked_flags([*flags, "--num-rollout", str(given["batches"]), "--seed", str(given["seed"])])
+    backend, model = build_backend(config, given["batches"]), Path(given["model"])
     backend.setup()
     torch.set_num_threads(os.cpu_count() or 1)
-    assert codec.eos_id is not None
-    lines = [json.loads(line) for line in Path(given["prompts"]).read_text().splitlines()]
-    rows = [
-        Row(np.array(codec.encode(line["input"]), np.int32), (*codec.encode(str(line["label"])), codec.eos_id))
-        for line in lines
-    ]
+    rows = rows_of(Path(given["prompts"]), TextCodec.load(model))
     order = np.random.default_rng(given["seed"]).integers(0, len(rows), (given["batches"], PROMPTS))
 
     async def loop() -> tuple[list[float], list[float]]:
         ends, right = [time.perf_counter()], list[float]()
-        with tempfile.TemporaryDirectory() as slots:
-            async with Sampler(config, model, codec.eos_id or 0) as sampler:
-                for number, chosen in enumerate(order):
-                    batch = [rows[place] for place in chosen]
-                    answers = await sampler.sample(batch, [number * PROMPTS + i for i in range(PROMPTS)], MEMBERS, 1.0)
-                    sequences, reward = graded(config, batch, answers, number * PROMPTS, number)
-                    backend.begin_batch(rollouts=len(sequences), steps=1, version=number)
-                    backend.accumulate(sequences)
-                    backend.step()
-                    manifest = backend.write_slot(Path(slots), model, number + 1, 0)
-                    await sampler.engine.update_weights(manifest.path, str(number + 1), abort_all=False)
-                    right.append(reward)
-                    ends.append(time.perf_counter())
+        async with Sampler(config.engine, model) as sampler:
+            for number, chosen in enumerate(order):
+                batch = [rows[place] for place in chosen]
+                answers = await sampler.sample(batch, [number * PROMPTS + i for i in range(PROMPTS)], MEMBERS, 1.0)
+                sequences, reward = graded(config, batch, answers, number * PROMPTS, number)
+                await sampler.train(backend, sequences, number, steps=1)
+                right.append(reward)
+                ends.append(time.perf_counter())
         return [end - begin for begin, end in pairwise(ends)], right
 
     Path(given["result"]).write_text(json.dumps(asyncio.run(loop())))

@@ -12,12 +12,16 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
+
+ROOT: Final = Path(__file__).resolve().parent.parent
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -75,6 +79,16 @@ def arguments(
         parser.add_argument("--rounds", type=int, default=0, help=rounds)
     parser.add_argument("--output", type=Path, default=Path(f"bench_results/{name}.json"))
     return parser
+
+
+def launch(flags: Sequence[str]) -> str:
+    """What `launch.py` with these flags prints. Ends the benchmark with the end of its output if it fails."""
+    done = subprocess.run([sys.executable, "launch.py", *flags], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(
+            f"launch.py {' '.join(flags)}: exit code {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+        )
+    return done.stdout
 
 
 def machine(packages: Sequence[str]) -> Machine:
@@ -158,5 +172,5 @@ def finish(
 
 
 if __name__ == "__main__":
-    PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+    PAGE = ROOT / "docs" / "benchmarks.md"
     PAGE.write_text(rendered(PAGE.read_text(), PAGE.with_suffix("")))

@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from bench.report import Series, arguments, finish, machine
+from bench.report import ROOT, Series, arguments, finish, machine
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -69,7 +69,6 @@ def _name(words: Sequence[str]) -> str:
     return "controller" if "launch.py" in words else "other"
 
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 MEMBERS: Final = 8
 WARM_UP, COUNTED = 2, 4  # batches
 LEAST_ROLLOUTS: Final = 1500
@@ -106,7 +105,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     by_process: dict[str, float]  # CPU milliseconds per rollout, of the processes of one name together
 
 
-def flags(point: Point, run_dir: Path) -> list[str]:
+def flags(point: Point) -> list[str]:
     """The engine is never short of slots, and takes a third of a second for a rollout."""
     simulated = {
         "a_ms": 5, "c_ms": 0, "length_mean": LENGTH, "length_sigma": 0.5, "length_cap": 4 * LENGTH, "update_s": 0.05,
@@ -122,38 +121,15 @@ def flags(point: Point, run_dir: Path) -> list[str]:
         "--num-rollout", str(WARM_UP + point.batches), "--rollout-max-response-len", str(4 * LENGTH),
         "--rollout-max-context-len", str(8 * LENGTH), "--server-concurrency", str(point.in_flight), "--seed", "1",
         "--rollout-seed", "1", "--samples-interval", "0", "--no-live", "--no-trace", "--no-use-tensorboard",
-        "--log-interval", "100000", "--run-dir", str(run_dir),
+        "--log-interval", "100000",
         *[f"engine.simulated.{key}={value}" for key, value in simulated.items()],
     ]  # fmt: skip
 
 
 def measure(point: Point) -> Cost:
-    """One run, watched from outside. Raises RuntimeError with the end of its output if it fails."""
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
-        run_dir, log = Path(home) / "run", Path(home) / "log"
-        with log.open("wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "launch.py", *flags(point, run_dir)], cwd=ROOT, stdout=output, stderr=output
-            )
-        first: tuple[int, Usage] | None = None
-        last: tuple[int, Usage] | None = None
-        try:
-            for step, rollouts in steps(run_dir / "metrics.jsonl", child):
-                if step >= WARM_UP and first is None:
-                    first = rollouts, usage(child.pid)
-                elif first is not None and step < WARM_UP + point.batches:
-                    last = rollouts, usage(child.pid)
-        finally:
-            if child.poll() is None:
-                child.terminate()
-            child.wait()
-        if child.returncode != 0 or first is None or last is None:
-            raise RuntimeError(f"{point}: exit code {child.returncode}\n{log.read_text()[-4000:]}")
-    return _cost(first, last)
-
-
-def _cost(first: tuple[int, Usage], last: tuple[int, Usage]) -> Cost:
-    rollouts, (before, after) = last[0] - first[0], (first[1], last[1])
+    looks = watched(flags(point), before=WARM_UP + point.batches)
+    (_, began, before), (_, ended, after) = next(look for look in looks if look[0] >= WARM_UP), looks[-1]
+    rollouts = ended - began
     return Cost(
         cpu_ms=1e3 * (after.cpu_s - before.cpu_s) / rollouts,
         wakeups=(after.wakeups - before.wakeups) / rollouts,
@@ -162,6 +138,27 @@ def _cost(first: tuple[int, Usage], last: tuple[int, Usage]) -> Cost:
         processes=len(after.by_process),
         by_process=by_name(before, after, rollouts),
     )
+
+
+def watched(flags: Sequence[str], before: int) -> list[tuple[int, int, Usage]]:
+    """(Step, rollouts that have ended, usage) of a run as it writes its rows, up to the step `before`.
+
+    Ends the benchmark with the end of the run's output if it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
+        run_dir, log = Path(home) / "run", Path(home) / "log"
+        argv = [sys.executable, "launch.py", *flags, "--run-dir", str(run_dir)]
+        with log.open("wb") as output:
+            child = subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=output)
+        try:
+            rows = steps(run_dir / "metrics.jsonl", child)
+            looks = [(step, ended, usage(child.pid)) for step, ended in rows if step < before]
+        finally:
+            child.terminate()  # of no effect on a run that has ended
+            child.wait()
+        if child.returncode != 0 or len(looks) < 2:
+            sys.exit(f"exit code {child.returncode}\n{log.read_text()[-4000:]}")
+    return looks
 
 
 def by_name(before: Usage, after: Usage, pieces: int) -> dict[str, float]:

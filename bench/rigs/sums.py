@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from configs.load import load
-from configs.rules.validate import checked
-from configs.schema import Config
+from configs.rules.validate import checked_flags
+from configs.schema import Config, EngineConfig
 from models.algorithms.advantages import advantages
 from models.arithmetic import write_arithmetic
 from models.engines.core import Completion
@@ -26,7 +26,7 @@ from models.engines.protocol import SamplingParams
 from models.engines.text import TextCodec
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.train.build import build_backend
-from models.train.interface import TrainSequence
+from models.train.interface import TrainBackend, TrainSequence
 
 GROUPS, MEMBERS, LENGTH = 32, 8, 8
 HELD_OUT = 256
@@ -40,6 +40,14 @@ class Row:
     answer: tuple[int, ...]
 
 
+def rows_of(file: Path, codec: TextCodec) -> list[Row]:
+    """The sums of a file of prompts; each answer ends with the end of the sequence."""
+    assert codec.eos_id is not None
+    lines = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
+    ids, end = codec.encode, codec.eos_id
+    return [Row(np.array(ids(line["input"]), np.int32), (*ids(str(line["label"])), end)) for line in lines]
+
+
 class Task:
     """Two-digit sums as token ids, and a policy that was shown some of them."""
 
@@ -49,16 +57,9 @@ class Task:
         self.model = home / "start"
         make_tiny_checkpoint(home / "random", TinyRecipe(tokenizer="arithmetic", seed=seed))
         self.codec = TextCodec.load(home / "random")
-        assert self.codec.eos_id is not None
-        self.eos_id = self.codec.eos_id
         files = write_arithmetic(home / "data", kind="add", train=8000, heldout=HELD_OUT, seed=0)
-        self.train, self.held_out = self._rows(files.train), self._rows(files.heldout)
+        self.train, self.held_out = (rows_of(file, self.codec) for file in (files.train, files.heldout))
         self._warm_start(seed)
-
-    def _rows(self, file: Path) -> list[Row]:
-        rows = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
-        ids = self.codec.encode
-        return [Row(np.array(ids(row["input"]), np.int32), (*ids(row["label"]), self.eos_id)) for row in rows]
 
     def _warm_start(self, seed: int, target: float = 0.45) -> None:
         """Supervised training until the mean loss of ten steps is below the target (every third sum right)."""
@@ -81,12 +82,11 @@ class Task:
 
 def configured(model: Path, flags: Sequence[str]) -> Config:
     """The resolved configuration of these flags."""
-    loaded = load([
+    return checked_flags([
         "--hf-checkpoint", str(model), "--prompt-data", "arithmetic", "--label-key", "label", "--num-rollout", "100000",
         "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(MEMBERS), "--rollout-max-response-len",
         str(LENGTH), *flags,
     ])  # fmt: skip
-    return checked(loaded.config, loaded.given)[0]
 
 
 def sequence(
@@ -106,11 +106,12 @@ def sequence(
 
 
 class Sampler:
-    """The engine, for whole batches. Use `async with`."""
+    """The engine, for whole batches, and the weights that a trainer gives it. Use `async with`."""
 
-    def __init__(self, config: Config, model: Path, eos_id: int) -> None:
-        self.engine = EmbeddedEngine(config.engine, str(model), max_context_len=32)
-        self._eos_id = eos_id
+    def __init__(self, config: EngineConfig, model: Path, max_context: int = 32) -> None:
+        self._engine = EmbeddedEngine(config, str(model), max_context_len=max_context)
+        self._model = model
+        self._slots = tempfile.TemporaryDirectory(prefix="sluice-bench-")
         self._finished: asyncio.Queue[int] = asyncio.Queue()  # numbers of responses that ended
 
     async def __aenter__(self) -> Sampler:
@@ -119,29 +120,41 @@ class Sampler:
         def deliver(completions: Sequence[Completion]) -> None:
             loop.call_soon_threadsafe(self._finished.put_nowait, sum(c.finish is not None for c in completions))
 
-        self.engine.start(deliver, lambda error: None)
+        self._engine.start(deliver, lambda error: None)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.engine.stop()
+        await self._engine.stop()
+        self._slots.cleanup()
 
-    async def sample(self, rows: Sequence[Row], seeds: Sequence[int], n: int, temperature: float) -> list[Completion]:
-        """n responses to each row, row by row. Waits for the engine's deliveries."""
-        rule = SamplingParams(temperature=temperature, no_stop_trim=True)
+    async def sample(
+        self, rows: Sequence[Row], seeds: Sequence[int], n: int, temperature: float, *, exactly: int | None = None
+    ) -> list[Completion]:
+        """n responses to each row, row by row, to the end of the sequence or of `exactly` so many tokens."""
+        rule = SamplingParams(temperature=temperature, no_stop_trim=True, min_new_tokens=exactly or 0)
         completions = [
             Completion(
                 rid=f"{number}_{index}", group=number, sample=index, prompt=row.ids, prompt_key=row.ids.tobytes(),
-                rule=rule, seed=sample_seed(seed, index), max_new=LENGTH, stop_ids=(self._eos_id,),
+                rule=rule, seed=sample_seed(seed, index), max_new=exactly or LENGTH, stop_ids=row.answer[-1:],
                 stop_strings=(), stream=False, extra_key="", score_from=-1,
             )
             for number, (row, seed) in enumerate(zip(rows, seeds, strict=True))
             for index in range(n)
         ]  # fmt: skip
-        self.engine.submit(completions)
+        self._engine.submit(completions)
         running = len(completions)
         while running:
             running -= await self._finished.get()
         return completions
+
+    async def train(self, backend: TrainBackend, sequences: Sequence[TrainSequence], version: int, steps: int) -> None:
+        """Train one batch with the weights of this version; the engine then has those of the next one."""
+        backend.begin_batch(rollouts=len(sequences), steps=steps, version=version)
+        backend.accumulate(sequences)
+        for _ in range(steps):
+            backend.step()
+        manifest = backend.write_slot(Path(self._slots.name), self._model, version + 1, 0)
+        await self._engine.update_weights(manifest.path, str(version + 1), abort_all=False)
 
 
 def graded(

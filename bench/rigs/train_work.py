@@ -13,20 +13,19 @@ goes to. The embedding is a look-up and costs nothing.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from bench.rigs.sums import Row, sequence
 from configs.help import preset_config
 from configs.schema.model_shapes import ModelShape, matrices
 from models.train.interface import TrainSequence
-
-Ids = npt.NDArray[np.int32]
 
 
 def recorded_batch(
@@ -42,22 +41,11 @@ def recorded_batch(
     out = []
     for group in range(groups):
         size = int(np.clip(rng.lognormal(np.log(prompt), 0.5), 8, longest // 2))
-        common, start = rng.normal(0.0, 0.5), rng.integers(3, vocabulary, size)
-        for number in range(per_group):
+        common, row = rng.normal(0.0, 0.5), Row(rng.integers(3, vocabulary, size).astype(np.int32), ())
+        for rollout in range(group * per_group, (group + 1) * per_group):
             length = int(np.clip(response * np.exp(common + rng.normal(0.0, 0.62)), 4, longest - size))
-            mask, advantage = np.repeat([0, 1], [size, length]), rng.normal()
-            out.append(
-                TrainSequence(
-                    group_id=group,
-                    rollout_id=group * per_group + number,
-                    tokens=np.concatenate([start, rng.integers(3, vocabulary, length)]).astype(np.int32),
-                    prompt_length=size,
-                    loss_mask=mask.astype(np.uint8),
-                    rollout_log_probs=(-np.log(vocabulary) * mask).astype(np.float32),
-                    advantages=(advantage * mask).astype(np.float32),
-                    versions=(mask - 1).astype(np.int32),
-                )
-            )
+            advantage, ids = rng.normal(), rng.integers(3, vocabulary, length).tolist()
+            out.append(sequence(group, rollout, row, ids, [-math.log(vocabulary)] * length, advantage, 0))
     return out
 
 

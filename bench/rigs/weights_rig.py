@@ -132,14 +132,23 @@ class Recorder:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30)
-        for path in ("/pause_generation", "/continue_generation", "/begin_weight_update"):
-            app.router.add_post(path, self._begin)
-        app.router.add_post("/end_weight_update", self._end)
-        app.router.add_post("/update_weights_from_disk", self._disk)
-        app.router.add_post("/update_weights_from_tensor", self._tensor)
-        app.router.add_post("/init_weights_update_group", self._init)
-        app.router.add_post("/destroy_weights_update_group", self._destroy)
-        app.router.add_post("/update_weights_from_distributed", self._distributed)
+        calls: dict[str, Callable[[dict[str, Any]], None]] = {
+            **dict.fromkeys(("pause_generation", "continue_generation", "begin_weight_update"), self._begin),
+            "end_weight_update": self._end,
+            "update_weights_from_disk": self._disk,
+            "update_weights_from_tensor": self._tensor,
+            "init_weights_update_group": self._join,
+            "destroy_weights_update_group": self._leave,
+            "update_weights_from_distributed": self._receive,
+        }
+
+        async def serve(http: web.Request) -> web.Response:
+            body = await http.json()
+            await asyncio.to_thread(calls[http.match_info["call"]], body)
+            self.label = body.get("weight_version") or self.label
+            return web.json_response({"success": True, "message": "", "status": "ok"})
+
+        app.router.add_post(f"/{{call:{'|'.join(calls)}}}", serve)
         app.router.add_get("/server_info", self._info)
         app.router.add_get("/model_info", self._info)
         return app
@@ -147,37 +156,27 @@ class Recorder:
     async def _info(self, http: web.Request) -> web.Response:
         return web.json_response({"device": "cpu", "tp_size": 1, "weight_version": self.label})
 
-    async def _begin(self, http: web.Request) -> web.Response:
+    def _begin(self, body: dict[str, Any]) -> None:
         self.at = 0
-        return web.json_response({"success": True, "message": "", "status": "ok"})
 
-    async def _end(self, http: web.Request) -> web.Response:
+    def _end(self, body: dict[str, Any]) -> None:
         for name in self._shared:  # the reference that an unpickling reader would give back
             Path("/dev/shm", name).unlink(missing_ok=True)
         self._shared.clear()
-        return web.json_response({"success": True})
 
-    async def _disk(self, http: web.Request) -> web.Response:
-        body = await http.json()
+    def _disk(self, body: dict[str, Any]) -> None:
         path = Path(body["model_path"]) / "model.safetensors"
-        await asyncio.to_thread(self._load, path, read_layout(path).data_start)
-        return self._done(body)
+        self._load(path, read_layout(path).data_start)
 
     def _load(self, path: Path, start: int) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             self._take(mapped, start)
 
-    async def _tensor(self, http: web.Request) -> web.Response:
-        body = await http.json()
+    def _tensor(self, body: dict[str, Any]) -> None:
         name = SHARED.search(base64.b64decode(body["serialized_named_tensors"][0]))
         assert name is not None, "a payload names its shared memory"
         self._shared.add(name[1].decode())
-        await asyncio.to_thread(self._load, Path("/dev/shm", name[1].decode()), 0)
-        return self._done(body)
-
-    async def _init(self, http: web.Request) -> web.Response:
-        await asyncio.to_thread(self._join, await http.json())
-        return web.json_response({"success": True})
+        self._load(Path("/dev/shm", name[1].decode()), 0)
 
     def _join(self, body: dict[str, Any]) -> None:
         limit = timedelta(seconds=60)
@@ -186,20 +185,12 @@ class Recorder:
         nested = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
         self._group = dist.ProcessGroupGloo(nested, 1, 2, limit)
 
-    async def _destroy(self, http: web.Request) -> web.Response:
+    def _leave(self, body: dict[str, Any]) -> None:
         self._group = None
-        return web.json_response({"success": True})
 
-    async def _distributed(self, http: web.Request) -> web.Response:
-        body = await http.json()
-        nbytes = sum(
-            int(np.prod(shape)) * ITEM_BYTES[dtype] for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
-        )
-        await asyncio.to_thread(self._receive, nbytes)
-        return self._done(body)
-
-    def _receive(self, nbytes: int) -> None:
-        arrived = torch.empty(nbytes, dtype=torch.uint8)
+    def _receive(self, body: dict[str, Any]) -> None:
+        shapes = zip(body["shapes"], body["dtypes"], strict=True)
+        arrived = torch.empty(sum(int(np.prod(shape)) * ITEM_BYTES[kind] for shape, kind in shapes), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([arrived], options).wait()
@@ -210,10 +201,6 @@ class Recorder:
         end = min(self.at + len(data), len(self.received))
         np.copyto(self.received[self.at : end], data[: end - self.at])
         self.at = end
-
-    def _done(self, body: dict[str, Any]) -> web.Response:
-        self.label = body["weight_version"] or self.label
-        return web.json_response({"success": True, "message": ""})
 
 
 @dataclass

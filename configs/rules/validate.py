@@ -15,7 +15,7 @@ is a list of alternatives, joined by commas and `or`:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from msgspec import Struct
 from configs.flags import flags_by_key, show
 from configs.graph import autoscale_limits, engine_count, loops
 from configs.layers import ConfigError, build, given_by_difference, value_at
-from configs.load import CONFIG_FILE
+from configs.load import CONFIG_FILE, load
 from configs.plan.gpus import trainer_processes
 from configs.resolve import derive
 from configs.rules import algorithm, correction, engine, files, model_args, parallel, placement, reward, run
@@ -212,6 +212,12 @@ def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Con
     if found.faults:
         raise ConfigError(found.faults)
     return resolved, found.warnings
+
+
+def checked_flags(argv: Sequence[str]) -> Config:
+    """The resolved and checked configuration of a command line. Raises `ConfigError`."""
+    loaded = load(argv)
+    return checked(loaded.config, loaded.given)[0]
 
 
 def examined(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, Findings]:
