@@ -25,7 +25,6 @@ from msgspec.structs import replace
 from bench.report import Series, arguments, finish, machine
 from configs.plan.goodput import attainable, planned_workload
 from configs.rules.validate import checked_flags
-from configs.schema import Config
 from pipeline.observe.summary import read_summary
 from pipeline.record.metrics import read_metrics
 from pipeline.run import run
@@ -81,23 +80,18 @@ def flags(buffer: str, ratio: float, steps: int, seed: int, run_dir: Path) -> li
     ]  # fmt: skip
 
 
-def completed(name: str, config: Config, run_dir: Path) -> list[dict[str, float]]:
-    """The rows of all batches of a run in this process. Its output is shown if it fails, which ends the benchmark."""
-    output = StringIO()
-    with redirect_stdout(output), redirect_stderr(output):
-        code = run(config)
-    if code != 0:
-        sys.exit(f"{name}: exit code {code}\n{output.getvalue()}")
-    return [row for row in read_metrics(run_dir / "metrics.jsonl") if "perf/step_time" in row]
-
-
 def measure(buffer: str, ratio: float, steps: int, seed: int) -> Outcome:
-    """One run of `steps` counted batches in a directory of its own."""
+    """One run of `steps` counted batches, in this process. If it fails, its output is shown and the benchmark ends."""
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         run_dir = Path(home) / "run"
         last = 8 if buffer == "auto" else int(buffer)  # batches for which nothing new is admitted
         config = checked_flags(flags(buffer, ratio, WARM_UP + steps + last, seed, run_dir))
-        rows = completed(f"N={buffer}", config, run_dir)
+        output = StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            code = run(config)
+        if code != 0:
+            sys.exit(f"N={buffer}: exit code {code}\n{output.getvalue()}")
+        rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "perf/step_time" in row]
         summary = read_summary(run_dir / "summary.json")
     counted = rows[WARM_UP - 1 : WARM_UP + steps]
     seconds = counted[-1]["wall_s"] - counted[0]["wall_s"]

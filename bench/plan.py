@@ -17,7 +17,6 @@ reached, calibrated on published runs (docs/benchmarks.md).
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -32,7 +31,7 @@ from configs.help import preset_config
 from configs.plan.goodput import Attained, Workload, attainable, lognormal_lengths
 from configs.plan.gpus import NODE_GPUS
 from configs.plan.run_estimate import STATIC_FRACTION
-from configs.schema.model_shapes import ModelShape, forward_flops, known_shape, matrices, total_parameters
+from configs.schema.model_shapes import ModelShape, forward_flops, matrices, read_shape, total_parameters
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -97,10 +96,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 @cache
 def shape_of(model: str) -> ModelShape:
     """The shape of a preset of `--model`. Raises ConfigError, which names the presets."""
-    shape = known_shape(preset_config(model).model.architecture)
-    if shape is None:
-        raise ValueError(f"the preset {model} has an architecture that is not known; correct its file")
-    return shape
+    return read_shape(preset_config(model).model.architecture)
 
 
 def weight_bytes(shape: ModelShape, running: float) -> float:
@@ -138,34 +134,24 @@ def speed_of(job: Job, engines: int, trainer_gpus: int) -> Speed:
             f"an engine of {job.engine_gpus} x {job.gpu} has room for {room:,} tokens of {job.model}'s KV cache, and "
             f"one rollout may have {job.prompt + job.cap:,}; raise --engine-gpus"
         )
-    context = job.prompt + _mean_context(job)
+    # Tokens in the cache of a running rollout, mean over its time: E[L^2] / 2 E[L] of the response, the cap left out.
+    context = job.prompt + min(job.length * math.exp(job.sigma**2) / 2, job.cap / 2)
     slots = max(1, min(job.slots, int(room / context)))
     running = max(1.0, min(slots, job.groups * job.members * (job.staleness / job.interval + 1) / engines))
     bandwidth = gpu.bandwidth * share.bandwidth * job.engine_gpus
     # A step of the matrices takes max(weights read, b * operations): a line through both ends of it.
     weights_s = weight_bytes(shape, running) / bandwidth
     prefill_s = forward_flops(shape, int(context)) / context / (gpu.flops * share.prefill * job.engine_gpus)
+    reduce_s = share.reduce_s if job.engine_gpus <= NODE_GPUS else share.far_reduce_s  # of tensor parallelism
     whole = job.prompt + job.length
     peak = trainer_gpus * gpu.flops * (share.train_experts if shape.experts else share.train)
     return Speed(
         slots=slots,
-        a_s=weights_s + share.overhead_s + _reduce_s(shape, job.engine_gpus, share),
+        a_s=weights_s + share.overhead_s + (2 * shape.layers * reduce_s if job.engine_gpus > 1 else 0.0),
         c_s=2 * shape.key_values * shape.layers * context / bandwidth + max(0.0, prefill_s - weights_s / running),
         prefill_s=prefill_s * job.prompt / job.members,  # the members of a group share it
         token_s=job.passes * forward_flops(shape, int(whole)) / whole / peak,
     )
-
-
-def _reduce_s(shape: ModelShape, gpus: int, share: Efficiency) -> float:
-    """Of a decode step: what tensor parallelism waits for its sums."""
-    if gpus == 1:
-        return 0.0
-    return 2 * shape.layers * (share.reduce_s if gpus <= NODE_GPUS else share.far_reduce_s)
-
-
-def _mean_context(job: Job) -> float:
-    """Response tokens in the cache of a running rollout, mean over its time: E[L^2] / 2 E[L], the cap left out."""
-    return min(job.length * math.exp(job.sigma**2) / 2, job.cap / 2)
 
 
 def bounds(job: Job, engines: int, trainer_gpus: int) -> tuple[float, float]:
@@ -296,18 +282,14 @@ def report(job: Job, most: int) -> list[Series]:
     return series
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = arguments(__doc__, "plan", "a small cluster", rounds="")
     parser.add_argument("--most", type=int, default=6, help="splits that are printed")
     for field in msgspec.structs.fields(Job):
         if field.type in (int, float, str):
             flag = "--" + field.name.replace("_", "-")
             parser.add_argument(flag, type=field.type, default=None, help=f"default {field.default}")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
+    options = parser.parse_args()
     given = {name: value for name in Job.__struct_fields__ if (value := getattr(options, name, None)) is not None}
     job = replace(QUICK if options.quick else Job(), **given)
     if job.gpu not in GPUS:

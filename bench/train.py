@@ -14,22 +14,21 @@ processes measure the matmul peak together before each contender. A CPU process 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import tempfile
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import multiprocessing
 
-from bench.report import Machine, Series, arguments, finish, machine
+from bench.report import Series, arguments, finish, machine
 from bench.rigs.train_work import (
     CONTENDERS,
     PUBLISHED,
@@ -50,8 +49,7 @@ from models.train.build import build_member
 from models.train.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """Of one contender, over all its processes."""
 
     step_s: list[float]
@@ -66,8 +64,7 @@ def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_
     world = contenders[0].processes
     out = root / f"world-{world}"
     out.mkdir()
-    names = [one.name for one in contenders]
-    started = multiprocessing.start_processes(_work, (setting, names, str(out), world), world, join=False, daemon=True)
+    started = multiprocessing.start_processes(_work, (setting, contenders, out), world, join=False, daemon=True)
     ends = time.monotonic() + deadline_s
     # The file of the process that failed says why; the others are ended.
     with suppress(multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException):
@@ -76,17 +73,13 @@ def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_
     for process in started.processes:
         process.kill()
         process.join()
-    return {name: _read(out, name) for name in names}
+    found: dict[str, Measured | str] = {one.name: "it was not done in time" for one in contenders}
+    for result in out.glob("*.json"):
+        found[result.stem] = msgspec.json.decode(result.read_bytes(), type=Measured | str)
+    return found
 
 
-def _read(out: Path, name: str) -> Measured | str:
-    result, failure = out / f"{name}.json", out / f"{name}.failed"
-    if failure.exists():
-        return failure.read_text()
-    return Measured(**json.loads(result.read_text())) if result.exists() else "it was not done in time"
-
-
-def _work(rank: int, setting: Setting, names: list[str], out: str, world: int) -> None:
+def _work(rank: int, setting: Setting, contenders: list[Contender], out: Path) -> None:
     torch.set_num_threads(1)
     quiet()
     on_gpu = setting.device == "cuda"
@@ -96,21 +89,20 @@ def _work(rank: int, setting: Setting, names: list[str], out: str, world: int) -
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=f"file://{out}/rendezvous",
         rank=rank,
-        world_size=world,
+        world_size=contenders[0].processes,
         timeout=timedelta(minutes=5),
     )
-    for name in names:
-        contender = next(one for one in CONTENDERS if one.name == name)
+    for contender in contenders:
+        result, found = out / f"{contender.name}.json", None
         try:
             found = _measure(setting, contender)
         except Exception as error:  # sent to the parent, which prints it
             reason = next(iter(str(error).splitlines()), "")
-            Path(out, f"{name}.failed").write_text(f"{type(error).__name__}: {reason}")
-            if world > 1:
+            result.write_bytes(msgspec.json.encode(f"{type(error).__name__}: {reason}"))
+            if contender.processes > 1:
                 raise
-            continue
-        if rank == 0:
-            Path(out, f"{name}.json").write_text(json.dumps(vars(found)))
+        if rank == 0 and found is not None:
+            result.write_bytes(msgspec.json.encode(found))
     torch.distributed.destroy_process_group()
 
 
@@ -232,7 +224,8 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
     work = work_of(setting.batch())
     flops = step_flops(read_shape(setting.config), work)
     title = f"Qwen3 {setting.size}, {setting.device} {str(setting.dtype)[6:]}, {work.sequence_tokens:,} tokens a step"
-    published = next((value for name, value in PUBLISHED.items() if name in _gpu_name()), None)
+    gpu = torch.cuda.get_device_name() if setting.device == "cuda" else ""
+    published = next((value for name, value in PUBLISHED.items() if name in gpu), None)
     processes = {one.name: one.processes for one in chosen}
     peaks: dict[int, float] = {}  # the best of all that as many processes found: other load only lowers it
     for name, one in found.items():
@@ -258,22 +251,6 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
     return out, remarks
 
 
-def _gpu_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-
-
-def remarks_of(setting: Setting, about: Machine) -> list[str]:
-    out = [
-        f"{setting.rounds} steps after one that warms up, medians; {about.cores} cores, load {about.load_1min:.1f} at "
-        "the start",
-        "FLOPs: 6 * matrix weights * tokens + attention + output head of wanted tokens; padding and recomputation are "
-        "no work",
-    ]
-    if setting.device == "cpu":
-        out.append("a CPU with gloo, one thread for each process: ratios of backends here say nothing about a GPU")
-    return out
-
-
 def main() -> None:
     parser = arguments(__doc__, "train", "a smaller model, 3 rounds", rounds="timed steps of each backend")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -291,7 +268,15 @@ def main() -> None:
         setting = setting_of(options, root / "model")
         make_checkpoint(root / "model", options.size, options.device)
         speeds, found = speed(setting, root)
-    finish(options.output, about, remarks_of(setting, about) + found, speeds, baseline="torch")
+    remarks = [
+        f"{setting.rounds} steps after one that warms up, medians; {about.cores} cores, load {about.load_1min:.1f} at "
+        "the start",
+        "FLOPs: 6 * matrix weights * tokens + attention + output head of wanted tokens; padding and recomputation are "
+        "no work",
+    ]
+    if setting.device == "cpu":
+        remarks.append("a CPU with gloo, one thread for each process: ratios of backends here say nothing about a GPU")
+    finish(options.output, about, remarks + found, speeds, baseline="torch")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,6 @@ def fail_on_letter(letter: DeadLetter) -> None:
     raise RuntimeError(f"message {letter.key} was dead-lettered: {letter.reason}")
 
 
-def spec(address: str, size: int) -> StreamSpec:
-    return StreamSpec("bench", address, capacity_items=DEPTHS[size])
-
-
 def run_async(main: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
     asyncio.run(main(*args))
 
@@ -76,51 +72,43 @@ async def stream_producer(address: str, size: int, count: int) -> None:
                 group.create_task(sender())
 
 
+async def hub(node: Node, address: str, size: int) -> None:
+    await node.hub(StreamSpec("bench", address, capacity_items=DEPTHS[size]), fail_on_letter)
+
+
 async def stream_hub(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
     async with Node("bench", "hub") as node:
-        await node.hub(spec(address, size), fail_on_letter)
+        await hub(node, address, size)
         await asyncio.to_thread(done.get)
 
 
-async def _consume(node: Node, address: str, count: int) -> float:
-    """Take and finish all messages; rate after the warm-up. Unblocked by deliveries."""
-    inlet = await node.inlet(address, "bench", bytes, window_items=WINDOW_ITEMS)
-    start = 0.0
-    for number in range(WARM_UP + count):
-        if number == WARM_UP:
-            start = time.perf_counter()
-        lease = await inlet.receive()
-        if lease is None:
-            raise RuntimeError("the stream ended early")
-        lease.done()
-    return count / (time.perf_counter() - start)
-
-
-def two_process_hop(size: int, count: int, directory: Path) -> float:
-    address = f"ipc://{directory}/two"
-
-    async def main() -> float:
-        async with Node("bench", "consumer") as node:
-            await node.hub(spec(address, size), fail_on_letter)
-            return await _consume(node, address, count)
-
-    with started(run_async, stream_producer, address, size, WARM_UP + count):
-        return asyncio.run(main())
-
-
-def three_process_hop(size: int, count: int, directory: Path) -> float:
-    address = f"ipc://{directory}/three"
+def hop(size: int, count: int, directory: Path, *, apart: bool) -> float:
+    """Messages per second through a stream whose hub is in this process, or apart in one of its own."""
+    address = f"ipc://{directory}/{'three' if apart else 'two'}"
     done: multiprocessing.queues.Queue[int] = SPAWN.Queue()
 
     async def main() -> float:
+        """Take and finish all messages; rate after the warm-up. Unblocked by deliveries."""
         async with Node("bench", "consumer") as node:
-            return await _consume(node, address, count)
+            if not apart:
+                await hub(node, address, size)
+            inlet = await node.inlet(address, "bench", bytes, window_items=WINDOW_ITEMS)
+            start = 0.0
+            for number in range(WARM_UP + count):
+                if number == WARM_UP:
+                    start = time.perf_counter()
+                lease = await inlet.receive()
+                if lease is None:
+                    raise RuntimeError("the stream ended early")
+                lease.done()
+            return count / (time.perf_counter() - start)
 
-    hub = started(run_async, stream_hub, address, size, done)
-    with hub, started(run_async, stream_producer, address, size, WARM_UP + count):
-        figure = asyncio.run(main())
-        done.put(1)
-    return figure
+    with ExitStack() as processes:
+        if apart:
+            processes.enter_context(started(run_async, stream_hub, address, size, done))
+            processes.callback(done.put, 1)
+        processes.enter_context(started(run_async, stream_producer, address, size, WARM_UP + count))
+        return asyncio.run(main())
 
 
 # The baselines.
@@ -201,8 +189,8 @@ Contender = Callable[[int, int, Path], float]
 
 def contenders() -> dict[str, tuple[Contender, str]]:
     found: dict[str, tuple[Contender, str]] = {
-        "stream, hub with consumer": (two_process_hop, "acks, credit, leases, dedup; 2 processes"),
-        "stream, hub apart": (three_process_hop, "the same; 3 processes"),
+        "stream, hub with consumer": (partial(hop, apart=False), "acks, credit, leases, dedup; 2 processes"),
+        "stream, hub apart": (partial(hop, apart=True), "the same; 3 processes"),
         BASELINE: (push_pull, "blocking sockets; no acks, a killed consumer loses messages"),
         "multiprocessing.Queue": (process_queue, "blocking; no acks, one machine"),
     }

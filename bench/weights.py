@@ -84,7 +84,7 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
     touched: dict[str, str] = {}
     prove = prover(versions)
     routes = ("disk", "delta") if kind == "embedded" else ROUTES
-    async with fleet(kind, versions, engines, BUCKET_BYTES, root / f"{kind}-{nbytes}") as one:
+    async with fleet(kind, versions, engines, root / f"{kind}-{nbytes}") as one:
         for route in routes:  # the warm-up: groups are made, pages touched, the copy beside the engines begins
             await one.publish(route)
         for number in range(rounds):
@@ -175,7 +175,7 @@ CONTEXT: Final = 512  # tokens; nothing is generated
 
 
 @asynccontextmanager
-async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int, root: Path) -> AsyncIterator[Fleet]:
+async def fleet(kind: Kind, versions: Versions, engines: int, root: Path) -> AsyncIterator[Fleet]:
     """Engines of a kind that follow one topic."""
     root.mkdir()
     async with AsyncExitStack() as stack:
@@ -188,7 +188,7 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
         config = Config(
             engine=EngineConfig(pause_generation_mode="in_place"),
             rollout=RolloutConfig(request_timeout_secs=LIMIT_S),
-            update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
+            update=UpdateConfig(update_weight_buffer_size=BUCKET_BYTES),
         )
         stage = EnginesStage(StageContext(config, root, "engines-0", NoSpans()))
         controls = [EngineControl(f"engine-{index}", stage, mirror, SameHost()) for index in range(engines)]
@@ -211,7 +211,6 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
 async def _recording(one: Fleet) -> AsyncIterator[str]:
     """A recording engine with an event loop and a thread of its own, in place of a process."""
     recorder = Recorder(one.slots.layout.data_bytes)
-    one.recorders.append(recorder)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -22,31 +22,10 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from bench.rigs.sums import Row, sequence
+from bench.rigs.sums import MEMBERS, Row, sequence
 from configs.help import preset_config
 from configs.schema.model_shapes import ModelShape, matrices
 from models.train.interface import TrainSequence
-
-
-def recorded_batch(
-    groups: int, *, per_group: int = 8, longest: int, vocabulary: int, prompt: float, response: float
-) -> list[TrainSequence]:
-    """The same batch each time: groups of responses to one prompt, by group.
-
-    Prompts are log-normal (sigma 0.5), responses too (sigma 0.8, and 0.5 of it common to the group: hard prompts have
-    long answers), with the given medians; both are cut at `longest`, where a part of the responses of a reasoning
-    model ends.
-    """
-    rng = np.random.default_rng(20261121)
-    out = []
-    for group in range(groups):
-        size = int(np.clip(rng.lognormal(np.log(prompt), 0.5), 8, longest // 2))
-        common, row = rng.normal(0.0, 0.5), Row(rng.integers(3, vocabulary, size).astype(np.int32), ())
-        for rollout in range(group * per_group, (group + 1) * per_group):
-            length = int(np.clip(response * np.exp(common + rng.normal(0.0, 0.62)), 4, longest - size))
-            advantage, ids = rng.normal(), rng.integers(3, vocabulary, length).tolist()
-            out.append(sequence(group, rollout, row, ids, [-math.log(vocabulary)] * length, advantage, 0))
-    return out
 
 
 @dataclass(frozen=True)
@@ -158,14 +137,22 @@ class Setting:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def batch(self) -> list[TrainSequence]:
-        return recorded_batch(
-            self.groups,
-            per_group=8,
-            longest=self.longest,
-            vocabulary=self.config["vocab_size"],
-            prompt=self.prompt,
-            response=self.response,
-        )
+        """The same batch each time: groups of responses to one prompt, by group.
+
+        Prompts are log-normal (sigma 0.5), responses too (sigma 0.8, and 0.5 of it common to the group: hard prompts
+        have long answers), with the given medians; both are cut at `longest`, where a part of the responses of a
+        reasoning model ends.
+        """
+        rng, vocabulary, longest = np.random.default_rng(20261121), self.config["vocab_size"], self.longest
+        out = []
+        for group in range(self.groups):
+            size = int(np.clip(rng.lognormal(np.log(self.prompt), 0.5), 8, longest // 2))
+            common, row = rng.normal(0.0, 0.5), Row(rng.integers(3, vocabulary, size).astype(np.int32), ())
+            for rollout in range(group * MEMBERS, (group + 1) * MEMBERS):
+                length = int(np.clip(self.response * np.exp(common + rng.normal(0.0, 0.62)), 4, longest - size))
+                advantage, ids = rng.normal(), rng.integers(3, vocabulary, length).tolist()
+                out.append(sequence(group, rollout, row, ids, [-math.log(vocabulary)] * length, advantage, 0))
+        return out
 
 
 def make_checkpoint(directory: Path, size: str, device: str) -> None:

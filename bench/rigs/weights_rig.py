@@ -15,7 +15,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -214,15 +214,11 @@ class Fleet:
     versions: Versions
     version: int = 0
     delta_ratio: float = 1.0
-    recorders: list[Recorder] = field(default_factory=list)
 
-    async def publish(self, route: str) -> tuple[float, float]:
+    async def publish(self, route: str, *, base: bool = False) -> tuple[float, float]:
         """Publish the next version by a route; seconds until it landed everywhere, and of one engine's stall."""
-        if route == "delta":
-            await self._once("delta")  # what the difference is to: the versions between came by other routes
-        return await self._once(route)
-
-    async def _once(self, route: str) -> tuple[float, float]:
+        if route == "delta" and not base:  # what the difference is to: the versions between came by other routes
+            await self.publish(route, base=True)
         self.version += 1
         loop = asyncio.get_running_loop()
         started = loop.time()
