@@ -19,10 +19,10 @@ import msgspec
 from msgspec import Struct
 
 from configs.flags import OVERRIDE, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
-from configs.layers import ConfigError, Layer, TableEdit, refusal
+from configs.layers import ConfigError, Layer, refusal
 from configs.passthrough import option_of, option_value, retired
 from configs.schema.notation import closest_by_words
-from configs.translate import translate
+from configs.translate import grouped, translate
 
 # Flags of the command itself; the schema may not use these names.
 RESERVED: Final = {
@@ -64,20 +64,17 @@ def parse(argv: Sequence[str]) -> Arguments:
 def read(argv: Sequence[str]) -> Arguments:
     """As `parse`, with the faults beside what could be read, so that other checks may add theirs."""
     translated = translate(argv)
-    reader = _Reader(list(translated.argv))
+    reader = _Reader()
     reader.faults += translated.faults
-    while reader.rest:
-        reader.read_one()
+    for _, _, tokens in grouped(translated.argv):
+        reader.take(*tokens)
     return Arguments(
-        layer=Layer(origin="command line", values=reader.values, labels=reader.labels, edits=tuple(reader.edits)),
+        layer=Layer(origin="command line", values=reader.values, labels=reader.labels, edits=reader.edits),
         config=tuple(reader.config),
-        dry_run="dry-run" in reader.switches,
-        json="json" in reader.switches,
-        help="help" in reader.switches,
-        version="version" in reader.switches,
         faults=tuple(reader.faults),
         notes=translated.notes,
         unread=frozenset(reader.unread),
+        **{switch.replace("-", "_"): True for switch in reader.switches},
     )
 
 
@@ -96,72 +93,72 @@ def _all_names() -> Iterable[str]:
 
 
 class _Reader:
-    """Consumes the tokens from the left."""
+    """Takes the options one by one. What takes an option says how many of the values behind it are its own."""
 
-    def __init__(self, tokens: list[str]) -> None:
-        self.rest = tokens
+    def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.labels: dict[str, str] = {}
-        self.edits: list[TableEdit] = []
+        self.edits: dict[str, str] = {}
         self.faults: list[str] = []
         self.unread: set[str] = set()
         self.switches: set[str] = set()
         self.config: list[str] = []
 
-    def read_one(self) -> None:
-        token = self.rest.pop(0)
+    def take(self, token: str, *behind: str) -> None:
+        """An option, with what stands behind it up to the next option."""
         if token == "-h":
             token = "--help"
         if not token.startswith("--") and not OVERRIDE.match(token):
             self.faults.append(_stray(token))
             return
         name, equals, attached = token.removeprefix("--").partition("=")
-        inline = attached if equals else None
-        if "." in name or name in flags_by_key():
-            self._dotted(name if name.partition(".")[0] in TABLES else name.replace("-", "_"), inline)
-        elif name in RESERVED:
-            self._reserved(name, inline)
-        elif name in _by_name():
-            self._flag(_by_name()[name], f"--{name}", inline)
-        elif name.startswith("no-") and (flag := _by_name().get(name[3:])) and flag.negatable:
-            if inline is not None:
-                self.faults.append(f"--{name} takes no value, but got {inline!r}; write --{name} alone")
-            self._set(flag, False, f"--{name}")
-        elif (fault := retired(name)) is not None:
-            self.faults.append(f"--{fault}")
-            self._values(several=True)
-        elif (passed := option_of(name, _all_names())) is not None:
-            self._pass_on(*passed, name, inline)
-        else:
-            self._unknown(name)
+        texts = [attached] if equals else list(behind)
+        own = self._option(name, texts, inline=bool(equals))
+        self.faults += map(_stray, texts[own:] if not equals else ())
 
-    def _reserved(self, name: str, inline: str | None) -> None:
+    def _option(self, name: str, texts: list[str], *, inline: bool) -> int:
+        if "." in name or name in flags_by_key():
+            key = name if name.partition(".")[0] in TABLES else name.replace("-", "_")
+            return self._dotted(key, texts, inline=inline)
+        if name in _by_name():
+            return self._flag(_by_name()[name], f"--{name}", texts, inline=inline)
         if name == "config":
-            names = [inline] if inline is not None else self._values(several=True)
-            if not any(names):
+            if not any(texts):
                 self.faults.append(
                     "--config needs a value: a TOML file or the name of a recipe; see docs/configuration.md"
                 )
-            self.config.extend(names)
-        elif inline is not None:
-            self.faults.append(f"--{name} takes no value, but got {inline!r}; write --{name} alone")
+            self.config += texts
+            return len(texts)
+        negated = _by_name().get(name.removeprefix("no-"))
+        if name in RESERVED or (negated is not None and negated.negatable):
+            if inline:
+                self.faults.append(f"--{name} takes no value, but got {texts[0]!r}; write --{name} alone")
+            if negated is not None:
+                self._set(negated, False, f"--{name}")
+            elif not inline:
+                self.switches.add(name)
+            return 0
+        if (fault := retired(name)) is not None:
+            self.faults.append(f"--{fault}")
+        elif (passed := option_of(name, _all_names())) is not None:
+            self._pass_on(*passed, name, texts)
         else:
-            self.switches.add(name)
+            self._unknown(name)  # its values would only make more noise
+        return len(texts)
 
-    def _dotted(self, key: str, inline: str | None) -> None:
+    def _dotted(self, key: str, texts: list[str], *, inline: bool) -> int:
         flag = flags_by_key().get(key)
         if flag is not None:
-            self._flag(flag, key, inline, dotted=True)
-            return
+            return self._flag(flag, key, texts, inline=inline, dotted=True)
         if key.partition(".")[0] in TABLES:
-            self._table(key, inline if inline is not None else self._next())
-            return
+            self._table(key, texts)
+            return 1
         parent, _, inner = key.rpartition(".")
         owner = flags_by_key().get(parent)
         if owner is not None and owner.kind in ("map", "json"):
-            self._entry(owner, inner, key, inline if inline is not None else self._next())
-            return
-        name = key.rpartition(".")[2].replace("_", "-")
+            self._entry(owner, inner, key, texts)
+            return 1
+        name = inner.replace("_", "-")
         if (fault := retired(key)) is not None:
             self.faults.append(fault)
         elif name in _by_name():
@@ -169,58 +166,58 @@ class _Reader:
             self.faults.append(f"{key} is no key, but {right} is; write {right} or --{name}")
         else:
             self.faults.append(f"{key} is no key of the configuration; {suggestion(key, flags_by_key())}")
-        if inline is None:
-            self._values(several=True)  # each value would add a fault of its own
+        return len(texts)  # each value would add a fault of its own
 
-    def _flag(self, flag: Flag, label: str, inline: str | None, *, dotted: bool = False) -> None:
-        if flag.kind == "bool" and inline is None:
-            follows = bool(self.rest) and self.rest[0] in ("true", "false", *(("none",) if flag.optional else ()))
-            inline = self.rest.pop(0) if follows else "true"
-        texts = [inline] if inline is not None else self._values(several=flag.several)
-        if not texts:
+    def _flag(self, flag: Flag, label: str, texts: list[str], *, inline: bool, dotted: bool = False) -> int:
+        if flag.kind == "bool" and not inline:
+            known = ("true", "false", *(("none",) if flag.optional else ()))
+            own = [text for text in texts[:1] if text in known]
+            self._set_from(flag, label, own or ["true"], several=False)
+            return len(own)
+        own = texts if flag.several else texts[:1]
+        if not own:
             self._refused(flag, f"{label} has no value, but {flag.rule}; give for example {label} {flag.example()}")
-            return
-        try:
-            several = flag.several and not (dotted and len(texts) == 1 and flag.kind == "list")
-            value = flag.from_texts(texts) if several else flag.from_text(texts[0])
-        except RefusedValue as error:
-            shown = " ".join(texts)
-            self._refused(flag, refusal(flag, label, shown if flag.kind != "bool" else texts[0], str(error)))
-            return
-        self._set(flag, value, label)
+        else:
+            self._set_from(
+                flag, label, own, several=flag.several and not (dotted and len(own) == 1 and flag.kind == "list")
+            )
+        return len(own)
 
-    def _entry(self, owner: Flag, inner: str, label: str, text: str | None) -> None:
+    def _set_from(self, flag: Flag, label: str, texts: list[str], *, several: bool) -> None:
+        try:
+            self._set(flag, flag.from_texts(texts) if several else flag.from_text(texts[0]), label)
+        except RefusedValue as error:
+            self._refused(flag, refusal(flag, label, " ".join(texts), str(error)))
+
+    def _entry(self, owner: Flag, inner: str, label: str, texts: list[str]) -> None:
         """`run.scale.reward=4`: one entry of an object."""
-        if text is None:
+        if not texts:
             self._refused(owner, f"{label} has no value, but needs one; write {label}=value")
             return
         try:
             if owner.kind == "map":
-                value = owner.from_text(f"{inner}={text}")
+                value = owner.from_text(f"{inner}={texts[0]}")
             else:
-                value = owner.from_value({inner: _json_or_text(text)})
+                value = owner.from_value({inner: _json_or_text(texts[0])})
+            self._set(owner, value, label)
         except RefusedValue as error:
-            self._refused(owner, refusal(owner, label, text, str(error)))
-            return
-        self._set(owner, value, label)
+            self._refused(owner, refusal(owner, label, texts[0], str(error)))
 
-    def _pass_on(self, key: str, option: str, fault: str | None, name: str, inline: str | None) -> None:
+    def _pass_on(self, key: str, option: str, fault: str | None, name: str, texts: list[str]) -> None:
         """An option of the SGLang server or its router: none, one or several values as they stand."""
-        texts = [inline] if inline is not None else self._values(several=True)
         if fault is not None:
             self.faults.append(fault)
             return
-        owner = flags_by_key()[key]
         before = self.values.get(key, {}).get(option)
-        self._set(owner, {option: option_value(key, option, texts, before)}, f"--{name}")
+        self._set(flags_by_key()[key], {option: option_value(key, option, texts, before)}, f"--{name}")
 
-    def _table(self, key: str, text: str | None) -> None:
+    def _table(self, key: str, texts: list[str]) -> None:
         section = key.partition(".")[0]
         known = TABLES[section][0].__struct_fields__
-        match key.split("."):
-            case [_, name, field] if field in known and text is not None:
-                self.edits.append(TableEdit(section, name, field, text))
-            case [_, name, field] if text is not None:
+        match key.split("."), texts:
+            case [_, _, field], [text, *_] if field in known:
+                self.edits[key] = text
+            case [_, name, field], [_, *_]:
                 hint = suggestion(field, known, prefix=f"{section}.{name}.")
                 word = "a custom stage" if section == "stage" else "an environment"
                 self.faults.append(f"{key} is no key of {word}; {hint}")
@@ -239,7 +236,6 @@ class _Reader:
         if meant is not None:
             self.unread.add(meant)
         self.faults.append(f"--{name} is no flag; {suggestion(name.replace('_', '-'), _all_names(), prefix='--')}")
-        self._values(several=True)  # its values would only make more noise
 
     def _set(self, flag: Flag, value: Any, label: str) -> None:
         """Repeated lists are joined, repeated objects merged, and of repeated scalars the last one counts."""
@@ -250,19 +246,6 @@ class _Reader:
             value = (*old, *value)
         self.values[flag.key] = value
         self.labels[flag.key] = label
-
-    def _next(self) -> str | None:
-        values = self._values(several=False)
-        return values[0] if values else None
-
-    def _values(self, *, several: bool) -> list[str]:
-        """The values up to the next flag or override."""
-        values: list[str] = []
-        while self.rest and not self.rest[0].startswith("--") and not OVERRIDE.match(self.rest[0]):
-            values.append(self.rest.pop(0))
-            if not several:
-                break
-        return values
 
 
 def _stray(token: str) -> str:

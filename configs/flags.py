@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from configs.schema import Config, EnvironmentConfig, StageConfig
 from configs.schema.notation import ReadBy, Section, closest_by_words
 
+N = TypeVar("N", Meta, ReadBy)
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 
 SECTIONS: Final = Config.__struct_fields__
@@ -79,7 +80,8 @@ class Flag(Struct, frozen=True, kw_only=True):
                 raise RefusedValue(f"{self.rule}, and this is not JSON ({error})") from error
             return self.from_value(value)
         if self.kind == "map":
-            return self.from_value(_pair(text, self.rule))
+            name, equals, number = text.partition("=")
+            return self._convert({name: number} if name and equals else text, strict=False)
         return self._convert((text,) if self.kind == "list" else text, strict=False)
 
     def from_value(self, value: Any) -> Any:
@@ -202,7 +204,7 @@ def _leaf(owner: type[Section], field: msgspec.structs.FieldInfo, key: str, name
         default=default,
         choices=choices,
         rule=_rule(kind, members, _bounds(field.type), choices, optional),
-        read_by=tuple(condition for condition in (owner.READ_BY, _read_by(field.type)) if condition),
+        read_by=tuple(filter(None, (owner.READ_BY, *(note.condition for note in _notes(field.type, ReadBy))))),
     )
 
 
@@ -219,19 +221,11 @@ def _members(kind: Any) -> tuple[Any, ...]:
 def _bounds(kind: Any) -> Meta:
     """Where the bounds stand: at the number itself, which in `int | None` is inside the union."""
     bare = _bare(kind)
-    return _meta(get_args(bare)[0] if get_origin(bare) in (Union, UnionType) else kind)
+    return next(_notes(get_args(bare)[0] if get_origin(bare) in (Union, UnionType) else kind, Meta), Meta())
 
 
-def _meta(kind: Any) -> Meta:
-    return next((note for note in _notes(kind) if isinstance(note, Meta)), Meta())
-
-
-def _read_by(kind: Any) -> str:
-    return next((note.condition for note in _notes(kind) if isinstance(note, ReadBy)), "")
-
-
-def _notes(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+def _notes(kind: Any, of: type[N]) -> Iterator[N]:
+    return (note for note in get_args(kind)[1:] if isinstance(note, of)) if get_origin(kind) is Annotated else iter(())
 
 
 def _kind(members: tuple[Any, ...]) -> Kind:
@@ -269,16 +263,6 @@ def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, 
         bounds = [f"{sign} {show(bound)}" for sign, bound in signs if bound is not None]
         text = " or ".join([" ".join([text, " and ".join(bounds)]).strip(), *choices])
     return f"must be {text}" + (" or none" if optional and "none" not in choices else "")
-
-
-def _pair(text: str, rule: str) -> dict[str, int]:
-    name, equals, number = text.partition("=")
-    if not (name and equals):
-        raise RefusedValue(rule)
-    try:
-        return {name: int(number)}
-    except ValueError as error:
-        raise RefusedValue(rule) from error
 
 
 def _holds_null(value: Any) -> bool:

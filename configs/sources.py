@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from configs.load import MODELS
 from configs.schema import Config
-from configs.schema.notation import closest
+from configs.schema.notation import cure
 
 # Made on this machine: train rows, and held-out rows for evaluation.
 BUILT_IN_DATA: Final = ("arithmetic", "arithmetic-tools")
@@ -81,13 +81,9 @@ def source_fault(label: str, text: str, *, named: bool = False, environments: Co
             f"{label} is {text!r}, but a slice must be path@[a:b] with whole numbers; write for example "
             "data.jsonl@[0:100]"
         )
-    best = (
-        closest(source.path, (*BUILT_IN_DATA, *environments))
-        if "/" not in source.path and "." not in source.path
-        else None
-    )
-    cure = f"did you mean {best}?" if best else f"correct the path, or use the built-in {' or '.join(BUILT_IN_DATA)}"
-    return f"{label} is {text!r}, but there is no file or directory {source.path!r}; {cure}"
+    names = () if set("/.") & set(source.path) else (*BUILT_IN_DATA, *environments)
+    hint = cure(source.path, names, f"correct the path, or use the built-in {' or '.join(BUILT_IN_DATA)}")
+    return f"{label} is {text!r}, but there is no file or directory {source.path!r}; {hint}"
 
 
 def checkpoint_fault(label: str, name: str) -> str | None:
@@ -103,10 +99,13 @@ def checkpoint_fault(label: str, name: str) -> str | None:
         )
     if _HUB_ID.fullmatch(name) and not Path(name.split("/")[0]).is_dir():
         return None
-    best = closest(name, BUILT_IN_MODELS) if "/" not in name else None
-    if best or "/" in name or name.startswith(("~", ".")):
-        cure = f"did you mean {best}?" if best else "correct the path, or give a hub id such as Qwen/Qwen3-0.6B"
-        return f"{label} is {name!r}, but there is no such directory; {cure}"
+    names, path_cure = (
+        () if "/" in name else BUILT_IN_MODELS,
+        "correct the path, or give a hub id such as Qwen/Qwen3-0.6B",
+    )
+    hint = cure(name, names, path_cure)
+    if hint != path_cure or "/" in name or name.startswith(("~", ".")):
+        return f"{label} is {name!r}, but there is no such directory; {hint}"
     return None
 
 

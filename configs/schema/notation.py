@@ -10,6 +10,7 @@ mistake only: `launch.py --help` must answer at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, ClassVar
 
@@ -53,15 +54,14 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return found[0] if found else None
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """As `nearest`, but a name that begins with the word counts as near."""
-    names = list(known)
-    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
-    return nearest(word, names) or min(longer, key=len, default=None)
+def _longer(word: str, names: Iterable[str]) -> str | None:
+    """The shortest name that begins with the word."""
+    return min((name for name in names if len(word) > 2 and name.startswith(word)), key=len, default=None)
 
 
 def closest_by_words(word: str, known: Iterable[str]) -> str | None:
-    """As `closest`, for names of several words: those that only share words such as use, custom or path are not near.
+    """As `nearest`, for names of several words: those that only share words such as use, custom or path are not near,
+    but a name that begins with the word is.
 
     Each word of the given name must resemble one of the other's, unless the two differ in little but their separators.
     """
@@ -70,25 +70,21 @@ def closest_by_words(word: str, known: Iterable[str]) -> str | None:
     def alike(one: str, other: str, least: float) -> bool:
         return difflib.SequenceMatcher(None, one, other).ratio() >= least
 
-    given = _words(word)
+    given = re.split("[-_.]", word)
     for name in difflib.get_close_matches(word, names := list(known), n=10):
-        theirs = _words(name)
+        theirs = re.split("[-_.]", name)
         if all(any(alike(one, other, 0.6) for other in theirs) for one in given):
             return name
         if alike("".join(given), "".join(theirs), 0.85):
             return name
-    return min((name for name in names if len(word) > 2 and name.startswith(word)), key=len, default=None)
-
-
-def _words(name: str) -> list[str]:
-    return name.replace("_", "-").replace(".", "-").split("-")
+    return _longer(word, names)
 
 
 def cure(word: str, known: Iterable[str], otherwise: str = "", *, form: str = "{}") -> str:
     """The end of a sentence: "did you mean x?", else `otherwise`, by default "choose one of x, y, z". `form`: how a
     name is written."""
     names = list(known)
-    best = closest(word, names)
+    best = nearest(word, names) or _longer(word, names)
     return f"did you mean {form.format(best)}?" if best else otherwise or f"choose one of {', '.join(names)}"
 
 
