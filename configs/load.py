@@ -126,21 +126,11 @@ QUICKSTART: Final = "quickstart"
 TOY: Final = "toy"
 # Keys that say what is trained; a command line with none of them has a toy problem put under it.
 _WORK: Final = ("data.prompt_data", "train.hf_checkpoint", "run.resume", "model.model")
-_ENDS: Final = (
-    "run.deadline_s",
-    "run.drain_s",
-    "run.max_restarts",
-    "run.auto_resume",
-    "run.stall_notice_s",
-    "run.stall_limit_s",
-)
+# Beginnings of keys that say where a run writes, what it shows, or when it ends, not what is trained.
 _NOT_HASHED: Final = (
-    "run.run_dir",
-    "run.resume",
-    "debug.save_debug_rollout_data",
-    "debug.save_debug_train_data",
-    *_ENDS,
-)
+    "observe.", "ray.", "debug.save_", "run.run_dir", "run.resume", "run.deadline_s", "run.drain_s", "run.max_restarts",
+    "run.auto_resume", "run.stall_",
+)  # fmt: skip
 
 
 def load(argv: Sequence[str]) -> Loaded:
@@ -299,8 +289,7 @@ def config_hash(config: Config) -> str:
     """16 hexadecimal digits that are equal for equal experiments."""
     import hashlib
 
-    hashed = (flag.key for flag in flags() if not flag.key.startswith(("observe.", "ray.")))
-    kept = {key: _plain(config, key) for key in hashed if key not in _NOT_HASHED}
+    kept = {flag.key: _plain(config, flag.key) for flag in flags() if not flag.key.startswith(_NOT_HASHED)}
     return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:16]
 
 
@@ -309,33 +298,35 @@ def _plain(config: Config, key: str) -> Any:
 
 
 def dump_toml(config: Config) -> str:
-    """The configuration as a recipe. Optional values that are none are left out, for TOML has no null."""
+    """The configuration as a recipe."""
+    return toml({flag.key: _plain(config, flag.key) for flag in flags()})
+
+
+def toml(values: Mapping[str, Any]) -> str:
+    """Values under dotted keys. Those that are none are left out, for TOML has no null; lists of tables come last."""
     tables: dict[str, list[str]] = {}
-    for flag in flags():
-        table, _, name = flag.key.rpartition(".")
-        value = _plain(config, flag.key)
-        if flag.kind != "tables" and value is not None:
-            tables.setdefault(table, []).append(f"{name} = {toml_value(value)}")
-    parts = ["\n".join([f"[{table}]", *lines]) for table, lines in tables.items()]
+    for key, value in values.items():
+        if key not in TABLES and value is not None:
+            table, _, name = key.rpartition(".")
+            tables.setdefault(f"[{table}]", []).append(f"{name} = {_toml_value(value)}")
+    parts = list(tables.items())
     for section in TABLES:
-        for table in value_at(config, section):
-            fields = {name: value for name, value in msgspec.to_builtins(table).items() if value is not None}
-            parts.append(
-                "\n".join([f"[[{section}]]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())])
-            )
-    return "\n\n".join(parts) + "\n"
+        for fields in values.get(section, ()):
+            lines = [f"{name} = {_toml_value(value)}" for name, value in fields.items() if value is not None]
+            parts.append((f"[[{section}]]", lines))
+    return "\n\n".join("\n".join([head, *lines]) for head, lines in parts) + "\n"
 
 
-def toml_value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
     if isinstance(value, dict):
         return (
-            f"{{ {', '.join(f'{toml_value(key)} = {toml_value(item)}' for key, item in value.items())} }}"
+            f"{{ {', '.join(f'{_toml_value(key)} = {_toml_value(item)}' for key, item in value.items())} }}"
             if value
             else "{}"
         )

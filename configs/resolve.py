@@ -23,7 +23,7 @@ from configs.layers import ConfigError, build, given_by_difference, preset_value
 from configs.plan.goodput import UNMEASURED_AHEAD, choose_ahead, planned_workload
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
-from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, parse_source
+from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, NAMED, parse_source
 
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
@@ -66,8 +66,7 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
 def _import_paths(config: Config) -> dict[str, Any]:
     """`package.module.name`, as slime writes import paths, as `package.module:name`, which all readers expect."""
     found = {}
-    named = ("asynchrony.buffer_order", "algorithm.advantage_estimator", "algorithm.policy_loss")
-    for key in (*IMPORT_PATHS, *named):
+    for key in (*IMPORT_PATHS, *NAMED):
         text = value_at(config, key)
         if text is not None and _DOTTED.fullmatch(text):
             module, _, name = text.rpartition(".")
@@ -215,8 +214,7 @@ def _policy(config: Config, written: Mapping[str, str]) -> dict[str, Any]:
         own = loss in SAMPLER_LOSSES or config.train.loss_type == "custom_loss"
         tis = tis and not own and not correction.allow_uncorrected
     if mode == "auto":
-        rejects = bool(correction.rollout_rs) or correction.rs_veto is not None
-        mode = "decoupled" if tis or (rejects and not bypass) else "bypass" if bypass else "onpolicy"
+        mode = "decoupled" if tis or (correction.rejects and not bypass) else "bypass" if bypass else "onpolicy"
     whiten = algorithm.normalize_advantages
     return {
         "algorithm.policy_loss": loss,

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from configs.flags import flags
 from configs.load import MODELS
 from configs.schema import Config
 from configs.schema.notation import cure
@@ -27,19 +28,14 @@ BUILT_IN_DATA: Final = ("arithmetic", "arithmetic-tools")
 BUILT_IN_LABEL: Final = "label"  # row field of the built-in data with the answer
 BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints, made on this machine
 
-# Settings that name a function or class of the user's.
-IMPORT_PATHS: Final = (
-    "reward.custom_rm_path", "filter.dynamic_sampling_filter_path", "reward.custom_reward_post_process_path",
-    "algorithm.custom_loss_function_path", "correction.custom_tis_function_path",
-    "algorithm.custom_advantage_function_path", "algorithm.custom_pg_loss_reducer_function_path",
-    "rollout.custom_generate_function_path", "rollout.rollout_function_path", "data.data_source_path",
-    "filter.rollout_sample_filter_path", "filter.rollout_all_samples_process_path",
-    "reward.custom_convert_samples_to_train_data_path", "eval.eval_function_path",
-    "observe.custom_rollout_log_function_path",
-    "megatron.custom_megatron_init_path", "megatron.custom_megatron_before_log_prob_hook_path",
-    "megatron.custom_megatron_before_train_step_hook_path", "algorithm.rollout_data_postprocess_path",
-    "observe.custom_eval_rollout_log_function_path",
-)  # fmt: skip
+# Settings that name a function or class of the user's; the others of this form name a file.
+IMPORT_PATHS: Final = tuple(
+    flag.key
+    for flag in flags()
+    if flag.key.endswith("_path") and flag.key not in ("data.chat_template_path", "reward.judge_prompt_path")
+)
+# Settings that take the name of something built in, or an import path.
+NAMED: Final = ("algorithm.advantage_estimator", "algorithm.policy_loss", "asynchrony.buffer_order")
 
 _SLICE = re.compile(r"(?P<path>.+?)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]", re.ASCII)
 _NAMED = re.compile(r"(?P<name>[\w-]+)=(?P<path>.+)", re.ASCII)

@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from configs.command_line import parse
 from configs.layers import ConfigError
-from configs.load import toml_value
+from configs.load import toml
 from configs.migrate.shell_script import Launch, read_launch
 from configs.slime_options import MODEL_ARGS
 from configs.translate import Answer, Option, Translation, grouped, translate
@@ -150,8 +152,4 @@ def recipe(argv: Sequence[str]) -> str:
     """The settings of a command line as TOML. Raises `ConfigError`."""
     if (unknown := next((token for token in argv if "$" in token), None)) is not None:
         raise ConfigError(f"{unknown!r} holds a variable of the shell, but a recipe has none; write its value there")
-    tables: dict[str, list[str]] = {}
-    for key, value in parse(argv).layer.values.items():
-        section, _, name = key.rpartition(".")
-        tables.setdefault(section, []).append(f"{name} = {toml_value(value)}")
-    return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in tables.items()) + "\n"
+    return toml(msgspec.to_builtins(parse(argv).layer.values))

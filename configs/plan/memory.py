@@ -30,6 +30,8 @@ from configs.schema.train import LOGPROB_CHUNK_IDS
 GPU_BYTES: Final = 80 * 10**9
 RUNTIME_BYTES: Final = 4 * 2**30
 
+ONE_PROCESS: Final = Layout(world=1)
+
 # How a forward pass is computed: by transformers' modules in one precision or under autocast, or by fused layers.
 Form = Literal["float32", "bfloat16", "autocast", "fused"]
 
@@ -180,16 +182,10 @@ def log_prob_pass(tokens: int, chunk: int, vocabulary: int, hidden: int, width: 
 
 
 def layer_activations(
-    shape: ModelShape,
-    layer: int,
-    form: Form,
-    *,
-    width: int = 2,
-    tensor: int = 1,
-    sequence: bool = False,
-    expert_tensor: int = 1,
+    shape: ModelShape, layer: int, form: Form, *, width: int = 2, layout: Layout = ONE_PROCESS
 ) -> int:
     """Bytes that one layer keeps of a token for its backward pass. `width`: bytes of an element (fused layers)."""
+    tensor, expert_tensor = layout.tensor, layout.expert_tensor
     keys = shape.kv_heads * shape.head
     if form == "fused":
         of_h, of_f, of_q = 2 * width * shape.norms, 3 * width, 2 * width + (width if shape.qk_norm else 0)
@@ -213,11 +209,11 @@ def layer_activations(
         split += of_f * shape.shared_ffn
         routed = shape.active_experts * (expert_h * shape.hidden + _part(of_f * shape.expert_ffn, expert_tensor))
         experts = routed + 4 * shape.experts
-        if sequence:
+        if layout.sequence:
             experts = _part(experts, tensor) * expert_tensor  # each process routes its own part of the sequence
     else:
         split += of_f * shape.ffn
-    return (_part(whole, tensor) if sequence else whole) + _part(split, tensor) + experts
+    return (_part(whole, tensor) if layout.sequence else whole) + _part(split, tensor) + experts
 
 
 def _whole_model_activations(config: Config, shape: ModelShape, form: Form) -> int:
@@ -236,18 +232,7 @@ def _stage_activations(config: Config, shape: ModelShape, layout: Layout, stage:
     half = config.train.train_dtype != "float32"
     form: Form = "fused" if megatron.transformer_impl != "local" else "bfloat16" if half else "float32"
     width = 2 if half else 4
-    each = [
-        layer_activations(
-            shape,
-            layer,
-            form,
-            width=width,
-            tensor=layout.tensor,
-            sequence=layout.sequence,
-            expert_tensor=layout.expert_tensor,
-        )
-        for layer in layers
-    ]
+    each = [layer_activations(shape, layer, form, width=width, layout=layout) for layer in layers]
     entry = _part(width * shape.hidden, layout.tensor if layout.sequence else 1)
     kept, working = float(sum(each)), 0
     if megatron.recompute_granularity == "full":

@@ -7,13 +7,13 @@ Options that are passed on to SGLang or its router are checked against the insta
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config, router_kind
+from configs.schema.notation import repeated
 
 _ADDRESS: Final = re.compile(r"https?://[^\s/:@]+:\d{1,5}/?|https?://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -167,9 +167,8 @@ def _addresses(label: str, addresses: tuple[str, ...]) -> Iterator[str]:
         port = address.rstrip("/").rpartition(":")[2]
         if not _ADDRESS.fullmatch(address) or not 0 < int(port) < 65536:
             yield f"{label} holds {address!r}, but an address must have the form http://host:port; write it so"
-    for address, count in Counter(address.rstrip("/") for address in addresses).items():
-        if count > 1:
-            yield f"{label} holds {address!r} {count} times, but each is one engine; leave it there once"
+    for address, count in repeated(address.rstrip("/") for address in addresses):
+        yield f"{label} holds {address!r} {count} times, but each is one engine; leave it there once"
 
 
 def _dashed(name: str) -> str:

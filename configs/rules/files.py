@@ -1,12 +1,12 @@
-"""What a configuration names outside itself: data, checkpoints, import paths;
-and whether a checkpoint is the published model that `--model` names.
+"""What a configuration names outside itself: data, checkpoints, import paths.
+
+And whether a checkpoint is the model that `--model` names, and the one that options of Megatron-LM describe.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,13 +15,15 @@ import msgspec
 from configs.flags import flags_by_key, show
 from configs.layers import value_at
 from configs.schema import Config
-from configs.schema.model_shapes import FAMILIES, known_shape
-from configs.schema.notation import cure
+from configs.schema.model_shapes import FAMILIES, ModelShape, known_shape
+from configs.schema.notation import cure, repeated
 from configs.sources import (
     BUILT_IN_MODELS,
     IMPORT_PATHS,
+    NAMED,
     checkpoint_fault,
     import_path_fault,
+    known_model,
     model_config,
     parse_source,
     source_fault,
@@ -56,10 +58,9 @@ def data_faults(config: Config) -> Iterator[str]:
             fault = source_fault(label, text, named=named, environments=[table.name for table in config.environment])
             if fault is not None and not (label == "--warm-start-data" and text in data.prompt_data):
                 yield fault
-    names = Counter(_result_name(text) for text in evaluation.eval_prompt_data)
-    for name in (name for name, count in names.items() if count > 1):
+    for name, count in repeated(map(_result_name, evaluation.eval_prompt_data)):
         yield (
-            f"--eval-prompt-data has {names[name]} sets named {name!r}, but each result needs its own name; write "
+            f"--eval-prompt-data has {count} sets named {name!r}, but each result needs its own name; write "
             "other-name=path for all but one"
         )
     yield from _eval_set_faults(config)
@@ -105,12 +106,9 @@ def _label_faults(config: Config) -> Iterator[str]:
 
 def checkpoint_faults(config: Config) -> Iterator[str]:
     train = config.train
-    fault = checkpoint_fault("--hf-checkpoint", train.hf_checkpoint)
-    if fault is not None:
-        yield fault
-    if train.ref_load is not None and train.ref_load != train.hf_checkpoint:
-        fault = checkpoint_fault("--ref-load", train.ref_load)
-        if fault is not None:
+    reference = train.ref_load if train.ref_load != train.hf_checkpoint else None
+    for label, name in (("--hf-checkpoint", train.hf_checkpoint), ("--ref-load", reference)):
+        if name is not None and (fault := checkpoint_fault(label, name)):
             yield fault
     limit = (model_config(train.hf_checkpoint) or {}).get("max_position_embeddings")
     if not isinstance(limit, int):
@@ -126,14 +124,9 @@ def checkpoint_faults(config: Config) -> Iterator[str]:
 
 
 def import_path_faults(config: Config) -> Iterator[str]:
-    named = [(flags_by_key()[key].label, value_at(config, key), "my_project.rewards:score") for key in IMPORT_PATHS]
-    for label, text in (
-        ("--advantage-estimator", config.algorithm.advantage_estimator),
-        ("--policy-loss", config.algorithm.policy_loss),
-        ("--buffer-order", config.asynchrony.buffer_order),
-    ):
-        if ":" in text:
-            named.append((label, text, "my_project.algorithms:mine"))
+    examples = dict.fromkeys(IMPORT_PATHS, "my_project.rewards:score")
+    examples |= {key: "my_project.algorithms:mine" for key in NAMED if ":" in value_at(config, key)}
+    named = [(flags_by_key()[key].label, value_at(config, key), example) for key, example in examples.items()]
     tools = (tool for tool in config.tools.tools if tool != "calculator")
     named += [("--tools", tool, "calculator or my_project.tools:search") for tool in tools]
     named += [(f"stage.{stage.name}.path", stage.path, "my_project.stages:Judge") for stage in config.stage]
@@ -229,3 +222,92 @@ def model_warnings(config: Config) -> Iterator[str]:
             f"the model is of type {kind!r}, of which neither memory nor operations are estimated; Megatron-core may "
             "not know it either, --train-backend fsdp takes any causal language model of transformers"
         )
+
+
+# What a command line of slime or Megatron-LM says of the model (`--num-layers`, `--rotary-base`, ...) is compared with
+# the model's own config.json: the checkpoint decides what the model is, and an option about which config.json says
+# nothing is not compared.
+
+Expected = Callable[[Mapping[str, Any], ModelShape | None], Any]
+
+
+def model_args_faults(config: Config) -> Iterator[str]:
+    """One fault for all options that differ."""
+    model = known_model(config)
+    if model is None or not config.model.model_args:
+        return
+    found = differences(model.get("text_config") or model, config.model.model_args)
+    if found:
+        yield (
+            f"{', '.join(found)}: what the model is comes from the config.json of --hf-checkpoint "
+            f"{config.train.hf_checkpoint!r}, which differs; correct --hf-checkpoint, or leave these options out"
+        )
+
+
+def differences(model: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """`--name value (value of config.json)` of the options that say something else than a config.json."""
+    shape = known_shape(model)
+    found = []
+    for key, value in options.items():
+        name = key.replace("_", "-")
+        expected = _EXPECTED[name](model, shape) if name in _EXPECTED else None
+        if expected is not None and not _says(expected, value):
+            found.append(f"--{name} {show(value)} (config.json: {show(expected)})")
+    return found
+
+
+def _says(expected: Any, value: Any) -> bool:
+    if isinstance(value, str) and "$" in value:  # known to a shell alone
+        return True
+    try:
+        return abs(float(expected) - float(value)) <= 1e-9 * abs(float(expected))
+    except (TypeError, ValueError):
+        return bool(expected == value)
+
+
+def _key(*names: str) -> Expected:
+    """The value of the first of these keys that is there."""
+    return lambda model, shape: next((model[name] for name in names if model.get(name) is not None), None)
+
+
+def _shape(read: Callable[[ModelShape], Any]) -> Expected:
+    return lambda model, shape: None if shape is None else read(shape)
+
+
+def _rotary(key: str) -> Expected:
+    """As published, or below `rope_parameters`, as transformers saves it again."""
+    return lambda model, shape: model.get(key, (model.get("rope_parameters") or {}).get(key))
+
+
+_EXPECTED: Final[Mapping[str, Expected]] = {
+    "num-layers": _key("num_hidden_layers"),
+    "hidden-size": _key("hidden_size"),
+    "ffn-hidden-size": _shape(lambda shape: None if all(shape.sparse) else shape.ffn),
+    "num-attention-heads": _key("num_attention_heads"),
+    "num-query-groups": _shape(lambda shape: None if shape.latent else shape.kv_heads),
+    "kv-channels": _shape(lambda shape: None if shape.latent else shape.head),
+    "swiglu": lambda model, shape: model["hidden_act"] in ("silu", "swish") if "hidden_act" in model else None,
+    "normalization": lambda model, shape: "RMSNorm" if "rms_norm_eps" in model else None,
+    "norm-epsilon": _key("rms_norm_eps"),
+    "rotary-base": _rotary("rope_theta"),
+    "rotary-percent": _rotary("partial_rotary_factor"),
+    "vocab-size": _key("vocab_size"),
+    "qk-layernorm": _shape(lambda shape: None if shape.latent else shape.qk_norm),
+    "add-qkv-bias": _shape(lambda shape: shape.qkv_bias),
+    "disable-bias-linear": _shape(lambda shape: not (shape.ffn_bias or shape.out_bias)),
+    "untie-embeddings-and-output-weights": _shape(lambda shape: not shape.tied),
+    "multi-latent-attention": _shape(lambda shape: shape.latent is not None),
+    "q-lora-rank": _key("q_lora_rank"),
+    "kv-lora-rank": _key("kv_lora_rank"),
+    "qk-head-dim": _key("qk_nope_head_dim"),
+    "qk-pos-emb-head-dim": _key("qk_rope_head_dim"),
+    "v-head-dim": _key("v_head_dim"),
+    "num-experts": _key("num_experts", "n_routed_experts", "num_local_experts"),
+    "moe-ffn-hidden-size": _key("moe_intermediate_size"),
+    "moe-router-topk": _key("num_experts_per_tok"),
+    "moe-router-score-function": _key("scoring_func"),
+    "moe-router-topk-scaling-factor": _key("routed_scaling_factor"),
+    "moe-router-num-groups": _key("n_group"),
+    "moe-router-group-topk": _key("topk_group"),
+    "moe-shared-expert-intermediate-size": _shape(lambda shape: shape.shared_ffn or None),
+}

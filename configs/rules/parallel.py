@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.plan.gpus import layout_of, own_stages, stage_layers
+from configs.plan.gpus import Layout, layout_of, own_stages, stage_layers
 from configs.schema import Config
 from configs.schema.model_shapes import ModelShape, known_shape
-from configs.schema.train import has_transformer_engine
+from configs.schema.train import MegatronConfig, has_transformer_engine
 from configs.sources import known_model
 
 _WORLD = "--actor-num-nodes x --actor-num-gpus-per-node"
@@ -27,9 +27,14 @@ def layout_faults(config: Config) -> Iterator[str]:
                 f"--attn-implementation is {config.train.attn_implementation}, but --fsdp-context-parallel-size "
                 f"{fsdp.fsdp_context_parallel_size} needs attention whose mask can be chosen; set it to sdpa or auto"
             )
-    if backend != "megatron":
+
+
+def megatron_faults(config: Config) -> Iterator[str]:
+    """The same of Megatron-core's groups, and what they do to each other and to the model."""
+    if config.train.train_backend != "megatron":
         return
-    one = layout.tensor * layout.pipeline * layout.context
+    layout, megatron, shape = layout_of(config), config.megatron, known_shape(known_model(config) or {})
+    world, one = layout.world, layout.tensor * layout.pipeline * layout.context
     if world % one:
         yield (
             f"{_WORLD} is {world}, but must be a multiple of --tensor-model-parallel-size {layout.tensor} x "
@@ -48,17 +53,23 @@ def layout_faults(config: Config) -> Iterator[str]:
             "--sequence-parallel splits activations over the tensor parallel processes, but "
             "--tensor-model-parallel-size is 1; set that to 2 or more, or leave --sequence-parallel out"
         )
-    if layout.context > 1 and config.megatron.transformer_impl == "local":
+    if layout.context > 1 and megatron.transformer_impl == "local":
         yield (
             f"--context-parallel-size is {layout.context}, but --transformer-impl is local, and only Transformer "
             "Engine's attention divides a sequence; set --transformer-impl transformer_engine, or "
             "--context-parallel-size 1"
         )
-    yield from _overlap_faults(config)
+    yield from _pipeline_faults(config)
+    yield from _expert_faults(config, layout, shape)
+    for what, size in _divided(shape) if shape is not None else ():
+        model = f"the model's {size} {what}"
+        if fault := next(_dividing("--tensor-model-parallel-size", layout.tensor, size, model), None):
+            yield fault
+            break
+    yield from _option_faults(megatron)
 
 
-def _overlap_faults(config: Config) -> Iterator[str]:
-    megatron = config.megatron
+def _option_faults(megatron: MegatronConfig) -> Iterator[str]:
     if megatron.overlap_param_gather and not (megatron.overlap_grad_reduce and megatron.use_distributed_optimizer):
         yield (
             "--overlap-param-gather gathers what the distributed optimizer has spread, while gradients are reduced; "
@@ -69,12 +80,14 @@ def _overlap_faults(config: Config) -> Iterator[str]:
             "--optimizer-cpu-offload works on the state that the distributed optimizer has spread, but "
             "--no-use-distributed-optimizer is given; leave one of the two out"
         )
+    if megatron.recompute_activations and megatron.recompute_granularity == "full":
+        yield (
+            "--recompute-activations means --recompute-granularity selective, but that is full; leave one of them out"
+        )
 
 
-def pipeline_faults(config: Config) -> Iterator[str]:
+def _pipeline_faults(config: Config) -> Iterator[str]:
     """Stages, chunks of stages, and uneven first and last stages."""
-    if config.train.train_backend != "megatron":
-        return
     megatron = config.megatron
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
     uneven = {
@@ -105,12 +118,9 @@ def pipeline_faults(config: Config) -> Iterator[str]:
         )
 
 
-def expert_faults(config: Config) -> Iterator[str]:
+def _expert_faults(config: Config, layout: Layout, shape: ModelShape | None) -> Iterator[str]:
     """Experts over processes."""
-    if config.train.train_backend != "megatron":
-        return
-    layout, megatron = layout_of(config), config.megatron
-    shape = known_shape(known_model(config) or {})
+    megatron = config.megatron
     if shape is not None and shape.latent is not None and layout.tensor > 1 and not layout.sequence:
         yield (
             f"--tensor-model-parallel-size is {layout.tensor} for a model with latent attention ({shape.family}), "
@@ -154,19 +164,8 @@ def expert_faults(config: Config) -> Iterator[str]:
         )
 
 
-def model_faults(config: Config) -> Iterator[str]:
-    """Tensor parallelism against the model's heads and widths."""
-    shape = known_shape(known_model(config) or {})
-    if config.train.train_backend != "megatron" or shape is None:
-        return
-    tensor = config.megatron.tensor_model_parallel_size
-    for what, size in _divided(shape):
-        if fault := next(_dividing("--tensor-model-parallel-size", tensor, size, f"the model's {size} {what}"), None):
-            yield fault
-            return
-
-
 def _divided(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """What tensor parallelism cuts."""
     yield "attention heads", shape.heads
     if shape.latent is None:
         yield "key and value heads", shape.kv_heads
@@ -174,17 +173,6 @@ def _divided(shape: ModelShape) -> Iterator[tuple[str, int]]:
         yield "elements of the feed-forward width", shape.ffn
     if shape.shared_ffn:
         yield "elements of the shared experts' width", shape.shared_ffn
-
-
-def recompute_faults(config: Config) -> Iterator[str]:
-    """What is computed again in the backward pass; all three options are derived where one was left open."""
-    if config.train.train_backend != "megatron":
-        return
-    megatron = config.megatron
-    if megatron.recompute_activations and megatron.recompute_granularity == "full":
-        yield (
-            "--recompute-activations means --recompute-granularity selective, but that is full; leave one of them out"
-        )
 
 
 def lora_faults(config: Config) -> Iterator[str]:

@@ -6,15 +6,14 @@ Whether a cluster has such nodes is seen at the start.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from configs import graph
 from configs.schema import Config, StageConfig
-from configs.schema.notation import cure
+from configs.schema.notation import cure, repeated
 
-_STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
+_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 ROLES: Final = ("train", "rollout", "cpu")
 Labels = dict[str, str]
@@ -72,15 +71,21 @@ def chain_faults(config: Config) -> Iterator[str]:
         seen |= set(names)
 
 
+def table_name_faults(section: str, names: Sequence[str]) -> Iterator[str]:
+    """Names of the tables of a section."""
+    for name, count in repeated(names):
+        yield f"{section}.{name} is there {count} times, but names must differ; rename all but one"
+    for name in dict.fromkeys(names):
+        if not _NAME.fullmatch(name):
+            yield f"{section} name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
+
+
 def stage_faults(config: Config) -> Iterator[str]:
-    names = Counter(stage.name for stage in config.stage)
-    for name, count in names.items():
-        if count > 1:
-            yield f"stage.{name} is there {count} times, but names must differ; rename all but one"
+    names = [stage.name for stage in config.stage]
+    yield from table_name_faults("stage", names)
+    for name in dict.fromkeys(names):
         if name in graph.BUILT_IN:
             yield f"stage.{name} has the name of a built-in stage; rename it, for example my_{name}"
-        elif not _STAGE_NAME.fullmatch(name):
-            yield f"stage name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
     for stage in config.stage:
         yield from _place_faults(stage, config)
     reached = {stage.name for head in graph.FOLLOWED for stage in graph.behind(config, head)}

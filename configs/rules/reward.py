@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -13,13 +12,13 @@ from typing import Final
 from configs.flags import flags_by_key
 from configs.graph import loops, replicas
 from configs.layers import value_at
+from configs.rules.placement import table_name_faults
 from configs.schema import Config, EnvironmentConfig
-from configs.schema.notation import as_number, cure
+from configs.schema.notation import as_number, cure, repeated
 from configs.sources import BUILT_IN_DATA, import_path_fault
 
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _URL: Final = re.compile(r"https?://[^\s/]+(/\S*)?")
-_ENVIRONMENT_NAME: Final = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _PACKS: Final = Path(__file__).resolve().parents[2] / "stages" / "agents" / "packs"
 
 
@@ -37,9 +36,8 @@ def engine_faults(config: Config) -> Iterator[str]:
             yield f"--frozen-engine {text!r} must have the form name=CHECKPOINT or name=http://host:port; write it so"
         elif name == "policy":
             yield f"--frozen-engine {text!r} takes the name of the policy that this run trains; choose another name"
-    for name, count in Counter(names).items():
-        if count > 1:
-            yield f"--frozen-engine names {name!r} {count} times, but names must differ; rename all but one"
+    for name, count in repeated(names):
+        yield f"--frozen-engine names {name!r} {count} times, but names must differ; rename all but one"
     distill, reward = config.distill, config.reward
     if distill.use_opd and config.train.loss_type != "sft_loss":
         if not names:
@@ -64,9 +62,8 @@ def reward_faults(config: Config) -> Iterator[str]:
         if not separator or not grader or not _NAME.fullmatch(name) or as_number(weight) is None:
             yield (f"--reward-component {text!r} must have the form name=GRADER@WEIGHT; write for example acc=math@0.8")
         graders.append(grader)
-    for name, count in Counter(text.partition("=")[0] for text in reward.reward_component).items():
-        if count > 1:
-            yield f"--reward-component names {name!r} {count} times, but names must differ; rename all but one"
+    for name, count in repeated(text.partition("=")[0] for text in reward.reward_component):
+        yield f"--reward-component names {name!r} {count} times, but names must differ; rename all but one"
     if reward.reward_component and reward.custom_rm_path is not None:
         yield (
             "--reward-component and --custom-rm-path both say how to grade; leave one out, or make your function a "
@@ -147,14 +144,10 @@ def custom_args_faults(config: Config) -> Iterator[str]:
 
 
 def environment_faults(config: Config) -> Iterator[str]:
-    for name, count in Counter(table.name for table in config.environment).items():
-        if count > 1:
-            yield f"environment.{name} is there {count} times, but names must differ; rename all but one"
-        if not _ENVIRONMENT_NAME.fullmatch(name):
-            yield f"environment name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
-        elif name in BUILT_IN_DATA:
-            yield f"environment.{name} has the name of built-in data; rename it"
+    yield from table_name_faults("environment", [table.name for table in config.environment])
     for table in config.environment:
+        if table.name in BUILT_IN_DATA:
+            yield f"environment.{table.name} has the name of built-in data; rename it"
         yield from _table_faults(table)
     if config.environment and config.tools.tools:
         yield (

@@ -135,10 +135,8 @@ def tracker_faults(config: Config) -> Iterator[str]:
 
 def debug_faults(config: Config) -> Iterator[str]:
     debug = config.debug
-    saved, loaded = debug.save_debug_rollout_data, debug.load_debug_rollout_data
+    loaded = debug.load_debug_rollout_data
     yield from _injection_faults(config)
-    yield from _template_faults("--save-debug-rollout-data", saved)
-    yield from _template_faults("--load-debug-rollout-data", loaded)
     if debug.debug_rollout_only and (debug.debug_train_only or loaded is not None):
         other = "--debug-train-only" if loaded is None else "--load-debug-rollout-data"
         yield f"--debug-rollout-only generates and {other} does not; leave one of them out"
@@ -147,13 +145,7 @@ def debug_faults(config: Config) -> Iterator[str]:
             "--debug-train-only starts no engine, so that there is nothing to train on; give --load-debug-rollout-data "
             "with batches that an earlier run saved, or --loss-type sft_loss"
         )
-    yield from _template_faults("--save-debug-train-data", debug.save_debug_train_data)
-    for label, template in (("rollout", saved), ("train", debug.save_debug_train_data)):
-        if template is not None and config.rollout.num_rollout != 1 and _names_no_batch(template):
-            yield (
-                f"--save-debug-{label}-data is {template!r}, so that each batch would replace the one before; write "
-                "{rollout_id} somewhere in it"
-            )
+    yield from _template_faults(config)
     if loaded is None:
         return
     if config.train.loss_type == "sft_loss":
@@ -163,7 +155,6 @@ def debug_faults(config: Config) -> Iterator[str]:
             "--resume with --load-debug-rollout-data: batches would be cut differently; start the run again, which "
             "generates nothing"
         )
-    yield from _missing_faults(loaded, config.rollout.num_rollout)
 
 
 def _injection_faults(config: Config) -> Iterator[str]:
@@ -202,30 +193,31 @@ def _engine_fault(config: Config, kind: FaultKind) -> str | None:
     return None
 
 
-def _template_faults(label: str, template: str | None) -> Iterator[str]:
-    try:
-        if template is not None:
-            batch_file(template, 0)
-    except ValueError as error:
-        yield f"{label} is {template!r}, but {error}; write {{rollout_id}}"
-
-
-def _names_no_batch(template: str) -> bool:
-    try:
-        return batch_file(template, 0) == batch_file(template, 1)
-    except ValueError:
-        return False
-
-
-def _missing_faults(template: str, batches: int | None) -> Iterator[str]:
-    """Which batch is not there, before anything is trained."""
-    try:
+def _template_faults(config: Config) -> Iterator[str]:
+    """Names of files with the number of a batch in them; and which batch is not there, before anything is trained."""
+    debug, batches = config.debug, config.rollout.num_rollout
+    for label, template in (
+        ("--save-debug-rollout-data", debug.save_debug_rollout_data),
+        ("--load-debug-rollout-data", debug.load_debug_rollout_data),
+        ("--save-debug-train-data", debug.save_debug_train_data),
+    ):
+        if template is None:
+            continue
+        try:
+            first, second = batch_file(template, 0), batch_file(template, 1)
+        except ValueError as error:
+            yield f"{label} is {template!r}, but {error}; write {{rollout_id}}"
+            continue
+        if label != "--load-debug-rollout-data":
+            if first == second and batches != 1:
+                yield (
+                    f"{label} is {template!r}, so that each batch would replace the one before; write {{rollout_id}} "
+                    "somewhere in it"
+                )
+            continue
         missing = next((n for n in range(batches or 1) if not Path(batch_file(template, n)).is_file()), None)
-    except ValueError:
-        return
-    if missing is not None:
-        cure = "correct the path" if missing == 0 else f"set --num-rollout to at most {missing}"
-        yield (
-            f"--load-debug-rollout-data is {template!r}, but there is no {batch_file(template, missing)} for batch "
-            f"{missing}; {cure}"
-        )
+        if missing is not None:
+            cure = "correct the path" if missing == 0 else f"set --num-rollout to at most {missing}"
+            yield (
+                f"{label} is {template!r}, but there is no {batch_file(template, missing)} for batch {missing}; {cure}"
+            )

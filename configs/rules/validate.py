@@ -27,7 +27,7 @@ from configs.layers import ConfigError, build, given_by_difference, value_at
 from configs.load import CONFIG_FILE, load
 from configs.plan.gpus import trainer_processes
 from configs.resolve import derive
-from configs.rules import algorithm, correction, engine, files, model_args, parallel, placement, reward, run
+from configs.rules import algorithm, engine, files, parallel, placement, reward, run
 from configs.schema import Config
 
 # The first must not be above the second.
@@ -169,19 +169,18 @@ Check = Callable[[Config], Iterator[str]]
 _FAULTS: Final[tuple[Check, ...]] = (
     run.length_faults, run.staleness_faults, run.resume_faults,
     algorithm.name_faults, algorithm.estimator_faults, algorithm.loss_faults, algorithm.kl_faults,
-    correction.correction_faults, correction.weight_faults, correction.rejection_faults, correction.sampling_faults,
+    algorithm.correction_faults, algorithm.weight_faults, algorithm.rejection_faults, algorithm.sampling_faults,
     reward.engine_faults, reward.reward_faults, reward.filter_faults,
     files.data_faults, files.checkpoint_faults, files.import_path_faults,
     placement.scale_faults, placement.chain_faults, placement.autoscale_faults, placement.stage_faults,
     reward.tool_faults, reward.environment_faults, reward.custom_args_faults, placement.device_faults,
     engine.fleet_faults, engine.router_faults, engine.update_faults, engine.deadline_faults,
-    files.preset_faults, model_args.model_args_faults, files.save_faults, placement.ray_faults,
-    parallel.layout_faults, parallel.pipeline_faults, parallel.expert_faults, parallel.model_faults,
-    parallel.recompute_faults, parallel.lora_faults,
+    files.preset_faults, files.model_args_faults, files.save_faults, placement.ray_faults,
+    parallel.layout_faults, parallel.megatron_faults, parallel.lora_faults,
     run.tracker_faults, run.debug_faults, bound_faults,
 )  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
-    run.run_warnings, algorithm.algorithm_warnings, correction.correction_warnings,
+    run.run_warnings, algorithm.algorithm_warnings, algorithm.correction_warnings,
     placement.scale_warnings, reward.environment_warnings,
     engine.warnings, files.model_warnings, files.save_warnings, parallel.warnings,
 )  # fmt: skip

@@ -11,7 +11,8 @@ mistake only: `launch.py --help` must answer at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
@@ -44,6 +45,11 @@ def as_number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
+
+
+def repeated(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Names that are there several times, with their number."""
+    return ((name, count) for name, count in Counter(names).items() if count > 1)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

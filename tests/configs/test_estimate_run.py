@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from configs.load import read_preset
-from configs.plan.gpus import layout_of, stage_layers
+from configs.plan.gpus import Layout, layout_of, stage_layers
 from configs.plan.memory import Form, layer_activations, trainer_memory
 from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import _scored, estimate_run
@@ -134,9 +134,9 @@ def test_activations_of_a_pipeline() -> None:
     assert two.activations == 100 * 2 * 2 * one, "two micro-batches in flight"
     full = trainer(TINY, trainer_group("megatron", 2, argv, "--recompute-granularity full"))
     assert full.activations == 100 * (2 * 2 * 64 + one), "of the last stage, which has the head besides"
-    by_sequence = layer_activations(shape, 0, "fused", tensor=2, sequence=True)
+    by_sequence = layer_activations(shape, 0, "fused", layout=Layout(world=2, tensor=2, sequence=True))
     assert by_sequence * 2 == one
-    assert one > layer_activations(shape, 0, "fused", tensor=2) > by_sequence
+    assert one > layer_activations(shape, 0, "fused", layout=Layout(world=2, tensor=2)) > by_sequence
 
 
 @pytest.mark.parametrize(("argv", "layers", "stages"), [

@@ -20,7 +20,7 @@ from configs.layers import ConfigError
 from configs.load import MODELS, load
 from configs.migrate.convert import main as convert
 from configs.migrate.shell_script import read_launch
-from configs.rules.model_args import differences
+from configs.rules.files import differences
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.translate import grouped, translate
 from models.slime_arguments import slime_arguments
