@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -40,20 +39,7 @@ RATIOS = (1.0, 0.5, 0.25)
 BUFFERS = ("0", "1", "2", "4", "6", "8", "auto")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One run. Times in (scaled) seconds."""
-
-    step_s: float
-    goodput: float
-    attainable: float
-    staleness: float
-    staleness_max: float
-    wasted: float
-
-    @property
-    def of_attainable(self) -> float:
-        return self.goodput / self.attainable
+Outcome = dict[str, float]  # the figures of a run by name; times in (scaled) seconds
 
 
 def token_s() -> float:
@@ -99,14 +85,16 @@ def measure(buffer: str, ratio: float, steps: int, seed: int) -> Outcome:
     work = planned_workload(config)
     work = replace(work, train_ratio=ratio * LENGTH_MEAN / statistics.fmean(work.lengths))
     bound = config.asynchrony.max_staleness or 0
-    return Outcome(
-        step_s=seconds / (len(counted) - 1),
-        goodput=tokens * token_s() / seconds,
-        attainable=attainable(work, bound).goodput,
-        staleness=statistics.mean(row["staleness/mean"] for row in counted),
-        staleness_max=max(row["staleness/max"] for row in counted),
-        wasted=summary.wasted_share,
-    )
+    goodput, best = tokens * token_s() / seconds, attainable(work, bound).goodput
+    return {
+        "s/batch": seconds / (len(counted) - 1),
+        "goodput": goodput,
+        "attainable": best,
+        "staleness": statistics.mean(row["staleness/mean"] for row in counted),
+        "staleness_max": max(row["staleness/max"] for row in counted),
+        "wasted": summary.wasted_share,
+        "of attainable": goodput / best,
+    }
 
 
 def report(results: dict[tuple[float, str], list[Outcome]]) -> list[Series]:
@@ -115,20 +103,16 @@ def report(results: dict[tuple[float, str], list[Outcome]]) -> list[Series]:
     print(f"{'staleness':>10} {'max':>4} {'wasted':>7} {'speed-up':>9}")
     series: list[Series] = []
     for (ratio, buffer), outcomes in results.items():
-        times = [o.step_s for o in outcomes]
-        mean = {name: statistics.median(getattr(o, name) for o in outcomes) for name in Outcome.__annotations__}
-        base = statistics.median(o.step_s for o in results[ratio, "0"])
-        spread = f"{statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f})"
+        found = {name: [one[name] for one in outcomes] for name in outcomes[0]}
+        mean = {name: statistics.median(values) for name, values in found.items()}
+        base = statistics.median(one["s/batch"] for one in results[ratio, "0"])
+        spread = f"{mean['s/batch']:.2f} ({min(found['s/batch']):.2f}-{max(found['s/batch']):.2f})"
         print(
             f"{ratio:9.2f} {buffer:>5} {spread:>17} {mean['goodput']:8.2f} {mean['attainable']:10.2f} "
-            f"{statistics.median(o.of_attainable for o in outcomes):6.2f} {mean['staleness']:10.2f} "
-            f"{mean['staleness_max']:4.0f} {mean['wasted']:7.1%} {base / statistics.median(times):8.2f}x"
+            f"{mean['of attainable']:6.2f} {mean['staleness']:10.2f} "
+            f"{mean['staleness_max']:4.0f} {mean['wasted']:7.1%} {base / mean['s/batch']:8.2f}x"
         )
-        setting = f"W_t/W_g={ratio:g}"
-        for name in Outcome.__annotations__:
-            unit = "s/batch" if name == "step_s" else name
-            series.append(Series(setting, f"N={buffer}", unit, [float(getattr(o, name)) for o in outcomes]))
-        series.append(Series(setting, f"N={buffer}", "of attainable", [o.of_attainable for o in outcomes]))
+        series += [Series(f"W_t/W_g={ratio:g}", f"N={buffer}", unit, values) for unit, values in found.items()]
     return series
 
 

@@ -16,7 +16,6 @@ time at which these weights were there.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -25,14 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from bench.report import ROOT, Series, arguments, finish, launch, machine
+from bench.report import Series, arguments, finish, launch, machine
 from bench.rigs.sums import Sampler, graded, rows_of
 from configs.rules.validate import checked_flags
 from models.checkpoint import latest_checkpoint
@@ -81,30 +83,17 @@ def ours(name: str, flags: list[str], model: Path, batches: int, seed: int, home
     return ([end - begin for begin, end in pairwise(ends)], [row["reward/mean"] for row in steps]), curve
 
 
-def in_child(name: str, path: str, model: Path, prompts: Path, batches: int, seed: int, home: Path) -> Figures:
-    """The same of TRL or of the bare loop, in a process of its own. `path`: PYTHONPATH."""
-    result = home / f"{name}-{seed}.json"
-    given = {"model": str(model), "prompts": str(prompts), "batches": batches, "seed": seed, "result": str(result)}
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(os.cpu_count())}
-    command = [sys.executable, "-m", "bench.peers", "--child", json.dumps({"name": name, **given})]
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    seconds, rewards = json.loads(result.read_text())
-    return seconds, rewards
-
-
-def train_in_a_bare_loop(given: dict[str, Any]) -> None:
+def train_in_a_bare_loop(model: Path, prompts: Path, batches: int, seed: int) -> Figures:
     """In a process of its own: sample, grade, train, write the weights, load them."""
-    flags = ["--mode", "sync", "--config", "quickstart", *BATCH, *NOT_HELD_OUT, "--hf-checkpoint", given["model"]]
-    config = checked_flags([*flags, "--num-rollout", str(given["batches"]), "--seed", str(given["seed"])])
-    backend, model = build_backend(config, given["batches"]), Path(given["model"])
+    flags = ["--mode", "sync", "--config", "quickstart", *BATCH, *NOT_HELD_OUT, "--hf-checkpoint", str(model)]
+    config = checked_flags([*flags, "--num-rollout", str(batches), "--seed", str(seed)])
+    backend = build_backend(config, batches)
     backend.setup()
     torch.set_num_threads(os.cpu_count() or 1)
-    rows = rows_of(Path(given["prompts"]), TextCodec.load(model))
-    order = np.random.default_rng(given["seed"]).integers(0, len(rows), (given["batches"], PROMPTS))
+    rows = rows_of(prompts, TextCodec.load(model))
+    order = np.random.default_rng(seed).integers(0, len(rows), (batches, PROMPTS))
 
-    async def loop() -> tuple[list[float], list[float]]:
+    async def loop() -> Figures:
         ends, right = [time.perf_counter()], list[float]()
         async with Sampler(config.engine, model) as sampler:
             for number, chosen in enumerate(order):
@@ -116,15 +105,17 @@ def train_in_a_bare_loop(given: dict[str, Any]) -> None:
                 ends.append(time.perf_counter())
         return [end - begin for begin, end in pairwise(ends)], right
 
-    Path(given["result"]).write_text(json.dumps(asyncio.run(loop())))
+    return asyncio.run(loop())
 
 
-def train_with_trl(given: dict[str, Any]) -> None:
-    """In TRL's process."""
+def train_with_trl(trl: Path, model: Path, prompts: Path, batches: int, seed: int) -> Figures:
+    """In a process of its own, which finds TRL in the directory."""
+    sys.path.insert(0, str(trl.resolve()))
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = [json.loads(line) for line in Path(given["prompts"]).read_text().splitlines()]
+    torch.set_num_threads(os.cpu_count() or 1)
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["input"], "label": str(row["label"])} for row in rows])
     ends, rewards = list[float](), list[float]()
 
@@ -135,15 +126,14 @@ def train_with_trl(given: dict[str, Any]) -> None:
         return found
 
     config = GRPOConfig(
-        output_dir="trl", per_device_train_batch_size=PROMPTS * MEMBERS, num_generations=MEMBERS, learning_rate=LR,
-        max_completion_length=LONGEST, max_steps=given["batches"], temperature=1.0, beta=0.0, bf16=False, use_cpu=True,
-        gradient_checkpointing=False, seed=given["seed"], report_to=[], save_strategy="no", logging_steps=1000,
-        lr_scheduler_type="constant", disable_tqdm=True, scale_rewards="none", loss_type="dapo",
+        output_dir=str(prompts.with_name("trl")), per_device_train_batch_size=PROMPTS * MEMBERS,
+        num_generations=MEMBERS, learning_rate=LR, max_completion_length=LONGEST, max_steps=batches, temperature=1.0,
+        beta=0.0, bf16=False, use_cpu=True, gradient_checkpointing=False, seed=seed, report_to=[], save_strategy="no",
+        logging_steps=1000, lr_scheduler_type="constant", disable_tqdm=True, scale_rewards="none", loss_type="dapo",
     )  # fmt: skip
-    trainer = GRPOTrainer(given["model"], reward_funcs=[exact], args=config, train_dataset=data)
+    trainer = GRPOTrainer(str(model), reward_funcs=[exact], args=config, train_dataset=data)
     trainer.train()
-    seconds = [end - begin for begin, end in pairwise(ends)]
-    Path(given["result"]).write_text(json.dumps([seconds, rewards]))
+    return [end - begin for begin, end in pairwise(ends)], rewards
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
@@ -169,15 +159,10 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__, "peers", "one round of 30 batches")
     parser.add_argument("--trl", type=Path, help="where TRL is, or is to be installed; without it TRL is left out")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument(
         "--plot", type=Path, help="accuracy over time of sync and of async with several N, as a picture"
     )
     options = parser.parse_args()
-    if options.child:
-        given = json.loads(options.child)
-        train_with_trl(given) if given["name"] == "TRL" else train_in_a_bare_loop(given)
-        return
     rounds, batches = options.rounds or (1 if options.quick else 3), 30 if options.quick else 200
     contenders = list(OURS) if options.plot else [*TIMED, BARE, *(["TRL"] if options.trl is not None else [])]
     if options.trl is not None and not (options.trl / "trl").is_dir():
@@ -197,8 +182,9 @@ def main() -> None:
                     found, curve = ours(name, HELD_OUT if options.plot else NOT_HELD_OUT, model, batches, seed, home)
                     curves.setdefault(name, []).append(curve)
                 else:
-                    path = f"{options.trl.resolve()}:{ROOT}" if name == "TRL" else str(ROOT)
-                    found = in_child(name, path, model, prompts, batches, seed, home)
+                    train = partial(train_with_trl, options.trl) if name == "TRL" else train_in_a_bare_loop
+                    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                        found = pool.submit(train, model, prompts, batches, seed).result()
                 seconds.setdefault(name, []).append(statistics.median(found[0][WARM_UP:]))
                 right.setdefault(name, []).append(statistics.fmean(found[1][-batches // 4 :]))
     setting = f"{PROMPTS} x {MEMBERS} sums"

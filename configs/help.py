@@ -10,7 +10,7 @@ import ast
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from configs.plan.gpus import gpus_of, layout_of
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.resolve import resolve
 from configs.schema import Config
-from configs.schema.model_shapes import ModelShape, known_shape
+from configs.schema.model_shapes import read_shape
 
 DOCS: Final = Path(__file__).resolve().parent.parent / "docs"
 BEGIN: Final = "<!-- begin of the generated tables: python -m configs.help -->"
@@ -67,11 +67,18 @@ def render_help(width: int | None = None) -> str:
 
 def render_tables() -> str:
     """One Markdown table for each section."""
-    parts = []
-    for section in SECTIONS:
-        head = f"### {section_title(section)}\n\nSection `[{section}]`\n\n| flag | key | values | default | meaning |"
-        parts.append("\n".join([head, "|---|---|---|---|---|", *map(_row, _members(section))]))
+    head = "flag | key | values | default | meaning"
+    parts = [
+        f"### {section_title(section)}\n\nSection `[{section}]`\n\n{_table(head, map(_cells, _members(section)))}"
+        for section in SECTIONS
+    ]
     return "\n\n".join(parts) + "\n"
+
+
+def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown. `head`: the names of the columns, with | between."""
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in rows)
+    return "\n".join([f"| {head} |", f"|{'---|' * (head.count('|') + 1)}", *(f"| {line} |" for line in lines)])
 
 
 def render_page(page: str, tables: str) -> str:
@@ -154,14 +161,13 @@ def _default(flag: Flag) -> str:
     return f" (default: {show(flag.default)})"
 
 
-def _row(flag: Flag) -> str:
+def _cells(flag: Flag) -> Sequence[str]:
     name = f"`--{flag.name}`" if flag.name else "-"
     if flag.negatable:
         name += f", `--no-{flag.name}`"
     rule = flag.rule.removeprefix("must be ")
     default = "-" if not _default(flag) else f"`{show(flag.default)}`"
-    cells = (name, f"`{flag.key}`", rule, default, description(flag))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return name, f"`{flag.key}`", rule, default, description(flag)
 
 
 # The run that the tables are about.
@@ -177,30 +183,29 @@ def preset_config(name: str) -> Config:
 
 def render_model_tables() -> str:
     """Two Markdown tables: the models, and their layouts."""
-    models = ["| preset | checkpoint | parameters | active per token | layers | KV cache, bytes per token |"]
-    models.append("|---|---|---|---|---|---|")
-    layouts = [
-        "| preset | nodes of 8 | trainer: GPUs | layout | memory of a GPU, GiB | on the host, GiB | engine: GPUs "
-        "| KV tokens |"
-    ]
-    layouts.append("|---|---|---|---|---|---|---|---|")
-    for name in sorted(preset_names(), key=lambda name: (_preset_estimate(preset_config(name))[1].parameters, name)):
-        config = preset_config(name)
-        shape, found = _preset_estimate(config)
-        models.append(_model_row(_model_cells(name, config, shape, found)))
-        layouts.append(_model_row(_layout_cells(name, config, found)))
-    return "\n".join(models) + "\n\n" + "\n".join(layouts) + "\n"
+    presets = [(name, preset_config(name), _estimate(preset_config(name))) for name in preset_names()]
+    presets.sort(key=lambda preset: (preset[2].parameters, preset[0]))
+    models = "preset | checkpoint | parameters | active per token | layers | KV cache, bytes per token"
+    layouts = (
+        "preset | nodes of 8 | trainer: GPUs | layout | memory of a GPU, GiB | on the host, GiB | engine: GPUs "
+        "| KV tokens"
+    )
+    tables = (
+        _table(models, (_model_cells(*one) for one in presets)),
+        _table(layouts, (_layout_cells(*one) for one in presets)),
+    )
+    return "\n\n".join(tables) + "\n"
 
 
-def _preset_estimate(config: Config) -> tuple[ModelShape, RunEstimate]:
-    shape = known_shape(config.model.architecture)
+def _estimate(config: Config) -> RunEstimate:
     found = estimate_run(config, config.model.architecture)
-    if shape is None or found is None:
+    if found is None:
         raise ValueError(f"the preset {config.model.model} has an architecture that is not known; correct its file")
-    return shape, found
+    return found
 
 
-def _model_cells(name: str, config: Config, shape: ModelShape, found: RunEstimate) -> Sequence[str]:
+def _model_cells(name: str, config: Config, found: RunEstimate) -> Sequence[str]:
+    shape = read_shape(config.model.architecture)
     layers = f"{shape.layers}, {sum(shape.sparse)} with {shape.experts} experts" if any(shape.sparse) else shape.layers
     return (
         f"`{name}`",
@@ -228,10 +233,6 @@ def _layout_cells(name: str, config: Config, found: RunEstimate) -> Sequence[str
         f"{count} ({engine.gpus} each)",
         f"{engine.kv_tokens // 1000:,}k",
     )
-
-
-def _model_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 # The pages with generated tables.

@@ -18,10 +18,9 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.command_line import Arguments, parse
+from configs.command_line import RETIRED, Arguments, parse, retired
 from configs.flags import TABLES, RefusedValue, flags, flags_by_key
 from configs.layers import ConfigError, Layer, Loaded, Origin, merge, refusal, value_at
-from configs.passthrough import RETIRED, retired
 from configs.schema import Config
 from configs.schema.notation import cure
 from configs.schema.train import has_transformer_engine

@@ -56,8 +56,7 @@ ALIASES: Final[Mapping[str, str]] = {
 # Options with nothing to switch: the values that ask for what happens anyway ("": any, or none), and what is so.
 TAKEN: Final[Mapping[str, tuple[str, str]]] = {
     "optimizer": ("adam", "the optimizer is AdamW"),
-    "attention-dropout": ("0", "there is no dropout"),
-    "hidden-dropout": ("0", "there is no dropout"),
+    **dict.fromkeys(("attention-dropout", "hidden-dropout"), ("0", "there is no dropout")),
     "moe-aux-loss-coeff": ("0", "there is no auxiliary loss"),
     "moe-router-load-balancing-type": ("", "there is no auxiliary loss"),
     "moe-router-bias-update-rate": ("0", "the router's bias stays as the checkpoint has it"),
@@ -68,8 +67,7 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
     "data-pad-size-multiplier": ("", "micro-batches are filled by --max-tokens-per-gpu"),
     "enable-experimental": ("", "Megatron-core's options are passed on by name"),
     "no-check-for-nan-in-loss-and-grad": ("", "a step with a loss that is no number is refused"),
-    "balance-by-flops": ("", "--balance-data deals sequences by FLOPs"),
-    "balance-abs-threshold": ("", "--balance-data deals sequences by FLOPs"),
+    **dict.fromkeys(("balance-by-flops", "balance-abs-threshold"), ("", "--balance-data deals sequences by FLOPs")),
     "ckpt-format": ("torch_dist", "Megatron-core's state is saved in its distributed format"),
     "disable-rollout-global-dataset": ("", "prompts come from --prompt-data, or from --data-source-path"),
     "distributed-backend": ("", "processes of the trainer exchange over NCCL on GPUs and gloo on CPUs"),
@@ -80,10 +78,8 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
     "log-probs-max-tokens-per-gpu": ("", "--max-tokens-per-gpu bounds every pass"),
     "num-gpus-per-node": ("", "the GPUs of each machine are counted"),
     "recompute-loss-function": ("", "logits are never kept for the backward pass"),
-    "release-train": ("", "engine and trainer of a colocated run never hold memory at the same time"),
     "rollout-data-transport": ("", "rollouts go over the streams between stages"),
-    "tb-experiment-name": ("", "TensorBoard's files lie in the run's directory"),
-    "tb-project-name": ("", "TensorBoard's files lie in the run's directory"),
+    **dict.fromkeys(("tb-experiment-name", "tb-project-name"), ("", "TensorBoard's files lie in the run's directory")),
     "update-weight-disk-keep-files": ("false", "older versions of the weights are removed"),
     "use-critic": ("", "--advantage-estimator ppo has its critic"),
     "disable-wandb-random-suffix": ("", "names of runs have no suffix"),
@@ -91,16 +87,15 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
     "wandb-dir": ("", "W&B's files lie in the run's directory"),
     "use-distributed-post": ("", "--scale generate=N spreads requests over processes"),
     "use-rollout-entropy": ("", "entropy is always logged"),
-    "offload": ("", "engine and trainer of a colocated run never hold memory at the same time"),
-    "offload-train": ("", "engine and trainer of a colocated run never hold memory at the same time"),
-    "offload-rollout": ("", "engine and trainer of a colocated run never hold memory at the same time"),
+    **dict.fromkeys(("offload", "offload-train", "offload-rollout", "release-train"),
+                    ("", "engine and trainer of a colocated run never hold memory at the same time")),
     "update-weight-delta-checksum": ("xxh3-128", "every version has a checksum of its own"),
     "update-weight-delta-encoding": ("xor", "differences are byte-wise"),
     "update-weight-local-checkpoint-dir": ("", "an engine's copy lies in shared memory"),
-    "mtp-num-layers": ("0", "heads for multi-token prediction are not trained"),
-    "mtp-loss-scaling-factor": ("0", "heads for multi-token prediction are not trained"),
+    **dict.fromkeys(("mtp-num-layers", "mtp-loss-scaling-factor"),
+                    ("0", "heads for multi-token prediction are not trained")),
     "enable-mtp-training": ("false", "heads for multi-token prediction are not trained"),
-}
+}  # fmt: skip
 
 # Not here, each with what to use.
 NOT_HERE: Final[Mapping[str, str]] = {

@@ -18,13 +18,14 @@ experts. Invariant: the estimate is of the fullest process.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final, Literal
 
 from msgspec import Struct
 
 from configs.plan.gpus import Layout, layout_of, stage_layers
 from configs.schema import Config
-from configs.schema.model_shapes import ModelShape, Share, adapter_parameters, layer_share, total_parameters
+from configs.schema.model_shapes import ModelShape, Split, adapter_parameters, layer_share, total_parameters
 from configs.schema.train import LOGPROB_CHUNK_IDS
 
 GPU_BYTES: Final = 80 * 10**9
@@ -105,7 +106,7 @@ def _transformers(config: Config, shape: ModelShape) -> TrainerMemory:
 
 def _gathered(config: Config, shape: ModelShape, width: int) -> int:
     """What a pass keeps of other processes' shards: root and one layer ahead, or all; and a layer's gradients."""
-    layers = [layer_share(shape, layer).total for layer in range(shape.layers)]
+    layers = [layer_share(shape, layer).total() for layer in range(shape.layers)]
     kept = sum(layers) if not config.fsdp.fsdp_reshard_after_forward else 2 * max(layers)
     return width * (total_parameters(shape) - sum(layers) + kept) + 4 * max(layers)
 
@@ -125,12 +126,12 @@ def _megatron_stage(config: Config, shape: ModelShape, stage: int, layers: range
     layout, megatron = layout_of(config), config.megatron
     half = config.train.train_dtype != "float32"
     width, optimizer_bytes = (2, 12) if half else (4, 8)
-    share = sum((layer_share(shape, layer) for layer in layers), Share())
+    share = sum((layer_share(shape, layer) for layer in layers), Counter[Split]())
     last = stage == layout.pipeline - 1
     table = shape.vocabulary * shape.hidden
     tables = (stage == 0) + (last and (layout.pipeline > 1 or not shape.tied))
-    dense = _part(share.tensor + tables * table, layout.tensor) + share.whole + (shape.hidden if last else 0)
-    expert = _part(share.expert, layout.expert * layout.expert_tensor)
+    dense = _part(share["tensor"] + tables * table, layout.tensor) + share["whole"] + (shape.hidden if last else 0)
+    expert = _part(share["expert"], layout.expert * layout.expert_tensor)
     by_data, by_expert_data = 1, 1
     if megatron.use_distributed_optimizer:
         by_data, by_expert_data = layout.data * layout.context, layout.expert_data

@@ -15,6 +15,7 @@ Sources: Kaplan et al., arXiv:2001.08361, section 2.1, with grouped heads and la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -249,39 +250,18 @@ def vectors(shape: ModelShape) -> int:
     return shape.norms * shape.hidden + own
 
 
-class Share(Struct, frozen=True):
-    """Parameters by how they are divided: over tensor parallel processes, over experts' processes, not at all."""
-
-    tensor: int = 0
-    expert: int = 0
-    whole: int = 0
-
-    def __add__(self, other: Share) -> Share:
-        return Share(self.tensor + other.tensor, self.expert + other.expert, self.whole + other.whole)
-
-    @property
-    def total(self) -> int:
-        return self.tensor + self.expert + self.whole
-
-
-def parameters(model: Mapping[str, Any]) -> int | None:
-    """Trainable parameters of a Hugging Face config.json; None for a family that is not known."""
-    shape = known_shape(model)
-    return total_parameters(shape) if shape is not None else None
-
-
-def layer_share(shape: ModelShape, layer: int) -> Share:
-    """Parameters of one layer."""
-    counts = {"tensor": 0, "expert": 0, "whole": vectors(shape)}
+def layer_share(shape: ModelShape, layer: int) -> Counter[Split]:
+    """Parameters of one layer by how they are divided."""
+    counts: Counter[Split] = Counter({"whole": vectors(shape)})
     for matrix in matrices(shape, layer):
         counts[matrix.split] += matrix.parameters
-    return Share(**counts)
+    return counts
 
 
 def total_parameters(shape: ModelShape) -> int:
     """All parameters that are trained: the biases by which routers balance their experts are not."""
     embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
-    return embeddings + shape.hidden + sum(layer_share(shape, layer).total for layer in range(shape.layers))
+    return embeddings + shape.hidden + sum(layer_share(shape, layer).total() for layer in range(shape.layers))
 
 
 def active_parameters(shape: ModelShape) -> int:

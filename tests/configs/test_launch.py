@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 import configs.help as manual
 import launch
-from configs.command_line import parse
+from configs.command_line import RETIRED, parse
 from configs.flags import SECTIONS, Flag, flags, flags_by_key
 from configs.graph import autoscale_limits, chains, replicas
 from configs.help import description, section_title
 from configs.layers import ConfigError, merge, value_at
 from configs.load import load, with_work
-from configs.passthrough import RETIRED
 from configs.schema import Config, StageConfig
 from tests.configs.config_rig import NAMED, NESTED, faults_of, one_says, read, recipe, values
 

@@ -17,10 +17,9 @@ import pytest
 
 from bench.plan import Job
 from bench.report import rendered
-from configs.command_line import RESERVED, parse
+from configs.command_line import RESERVED, RETIRED, parse
 from configs.flags import flags
 from configs.load import load_arguments
-from configs.passthrough import RETIRED
 from configs.schema import Config, EnvironmentConfig, TrainConfig
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.translate import RULES
