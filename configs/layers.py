@@ -9,7 +9,7 @@ in. The last functions make the configurations of a run's phases, such as the wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -53,6 +53,9 @@ class Layer(Struct, frozen=True, kw_only=True):
     values: Mapping[str, Any] = {}
     labels: Mapping[str, str] = {}
     edits: Mapping[str, str] = {}
+
+    def without(self, keys: Collection[str]) -> Layer:
+        return msgspec.structs.replace(self, values={key: self.values[key] for key in self.values if key not in keys})
 
 
 class Loaded(Struct, frozen=True):

@@ -72,24 +72,17 @@ def without_other_models(model: str, layers: Sequence[Layer]) -> list[Layer]:
     `--model` written over a recipe means that model, not the recipe's.
     """
     above = max(place for place, layer in enumerate(layers) if layer.values.get("model.model") == model)
-    kept = []
-    for place, layer in enumerate(layers):
-        if place < above and layer.values.get("model.model") != model:
-            values = {key: value for key, value in layer.values.items() if key not in _CHECKPOINTS}
-            layer = msgspec.structs.replace(layer, values=values)
-        kept.append(layer)
-    return kept
+    return [
+        layer.without(_CHECKPOINTS) if place < above and layer.values.get("model.model") != model else layer
+        for place, layer in enumerate(layers)
+    ]
 
 
 def fitted(preset: Layer, above: Sequence[Layer]) -> Layer:
     """The preset without what does not apply under the layers above it, lowest first."""
-    written: dict[str, Any] = {}
-    for layer in above:
-        written.update(layer.values)
+    written = {key: value for layer in above for key, value in layer.values.items()}
     final = {**preset.values, **written}
-    dropped = set(_unused(preset, final)) | set(_outranked(preset, written, final))
-    kept = {key: value for key, value in preset.values.items() if key not in dropped}
-    return Layer(origin="preset", values=kept, labels={key: preset.labels[key] for key in kept})
+    return preset.without({*_unused(preset, final), *_outranked(written, final)})
 
 
 def _unused(preset: Layer, final: Mapping[str, Any]) -> Iterator[str]:
@@ -100,7 +93,7 @@ def _unused(preset: Layer, final: Mapping[str, Any]) -> Iterator[str]:
             yield key
 
 
-def _outranked(preset: Layer, written: Mapping[str, Any], final: Mapping[str, Any]) -> Iterator[str]:
+def _outranked(written: Mapping[str, Any], final: Mapping[str, Any]) -> Iterator[str]:
     """Keys that make sense only with a size or a choice that was changed above."""
     if final.get(_TENSOR, 1) == 1:
         yield "megatron.sequence_parallel"
@@ -180,20 +173,16 @@ def _layers(arguments: Arguments) -> list[Layer]:
     faults: list[str] = []
     for name in recipes:
         try:
-            read.append(_without_place(read_recipe(name), recipe_path(name)))
+            layer = read_recipe(name)
+            if recipe_path(name).name == CONFIG_FILE and "run.run_dir" in layer.values:
+                # A run's own config.toml says what was run; where that was does not bind the next run that reads it.
+                layer = layer.without(("run.run_dir", "run.resume"))
+            read.append(layer)
         except ConfigError as error:
             faults.extend(error.faults)
     if faults:
         raise ConfigError(faults)
     return [*read, arguments.layer]
-
-
-def _without_place(layer: Layer, path: Path) -> Layer:
-    """A run's own config.toml says what was run; where that was does not bind the next run that reads it."""
-    if path.name != CONFIG_FILE or "run.run_dir" not in layer.values:
-        return layer
-    kept = {key: value for key, value in layer.values.items() if key not in ("run.run_dir", "run.resume")}
-    return Layer(origin=layer.origin, values=kept, labels=layer.labels)
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -12,7 +12,6 @@ import asyncio
 import base64
 import mmap
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,10 +35,8 @@ from stages.messages import WeightsAnnouncement
 from stages.ports import Topic
 from stages.topic_values import KEYS, EngineEntry, carrying
 
-# megabytes of float32 -> vocabulary, hidden size, layers; the MLP is four times as wide
-SHAPES: Final = {10: (4096, 128, 6), 100: (8192, 512, 4), 1000: (32768, 1024, 12)}
+SHAPES: Final = {10: (128, 10), 100: (512, 6), 1000: (1024, 16)}  # megabytes of float32 -> hidden size, layers
 STEP: Final = 1e-6  # what every weight moves by: Adam's step at this learning rate
-WEIGHT_FILES: Final = ("model.safetensors", "config.json", "tiny.json", "generation_config.json")
 
 
 class Versions:
@@ -67,29 +64,13 @@ class Versions:
 
 def make_model(path: Path, megabytes: int) -> Versions:
     """A random checkpoint of about so many megabytes, with a tokenizer of bytes."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     if megabytes not in SHAPES:
         raise SystemExit(f"--sizes {megabytes}: known are {', '.join(map(str, SHAPES))}")
-    vocabulary, hidden, layers = SHAPES[megabytes]
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128),
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(path, max_shard_size="100GB")
-    tokenizer = make_tiny_checkpoint(path.with_name(f"{path.name}-tokenizer"))
-    for file in tokenizer.iterdir():
-        if file.name not in WEIGHT_FILES:
-            shutil.copyfile(file, path / file.name)
+    hidden, layers = SHAPES[megabytes]
+    make_tiny_checkpoint(
+        path, hidden_size=hidden, num_layers=layers, num_heads=hidden // 64, num_kv_heads=hidden // 128,
+        intermediate_size=4 * hidden, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
     return Versions(path)
 
 

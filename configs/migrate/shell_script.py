@@ -234,7 +234,7 @@ def _pieces(word: str) -> Iterator[tuple[str, bool, bool]]:
             yield plain, False, True
             yield word[at + 1 : end], True, True
             plain, at = "", end + 1
-        elif char == "$" and (end := _expansion_end(word, at)) > at + 1:
+        elif char == "$" and (end := _piece_end(word, at)) > at + 1:
             yield plain, quoted, True
             yield word[at:end], quoted, False
             plain, at = "", end
@@ -244,43 +244,31 @@ def _pieces(word: str) -> Iterator[tuple[str, bool, bool]]:
     yield plain, quoted, True
 
 
-def _expansion_end(text: str, at: int) -> int:
-    """Where the expansion ends that begins with the dollar sign at `at`."""
+def _piece_end(text: str, at: int) -> int:
+    """Where the piece that begins at `at` ends: an escape, quoted text, an expansion, or else one character."""
+    if text[at] == "\\":
+        return at + 2
+    if text[at] == "'":
+        return text.find("'", at + 1) % (len(text) + 1) + 1
+    if text[at] == '"':
+        return _closing_end(text, at + 1, '"')
     if text.startswith("$(", at):
-        return _bracket_end(text, at + 1)
+        return _closing_end(text, at + 2, ")")
     match = _VARIABLE.match(text, at)
     return match.end() if match else at + 1
 
 
-def _bracket_end(text: str, at: int) -> int:
-    """Behind the bracket that closes the one at `at`; quotes and here-documents are passed over."""
-    depth = 0
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 1
-        elif char in "\"'":
-            at = _quote_end(text, at) - 1
+def _closing_end(text: str, at: int, mark: str) -> int:
+    """Behind the quote or bracket that closes what began before `at`; pieces and here-documents are passed over."""
+    while at < len(text) and text[at] != mark:
+        if mark == '"':
+            at = at + 1 if text[at] == "'" else _piece_end(text, at)
+        elif text[at] == "(":
+            at = _closing_end(text, at + 1, ")")
         elif match := _HEREDOC.match(text, at):
-            at = _heredoc_end(text, text.find("\n", at) % (len(text) + 1), match[2]) - 1
+            at = _heredoc_end(text, text.find("\n", at) % (len(text) + 1), match[2])
         else:
-            depth += (char == "(") - (char == ")")
-            if depth == 0:
-                return at + 1
-        at += 1
-    return len(text)
-
-
-def _quote_end(text: str, at: int) -> int:
-    """Behind the quote that closes the one at `at`."""
-    quote = text[at]
-    at += 1
-    while at < len(text) and text[at] != quote:
-        if quote == '"' and text[at] == "\\":
-            at += 1
-        elif quote == '"' and text.startswith("$(", at):
-            at = _bracket_end(text, at + 1) - 1
-        at += 1
+            at = _piece_end(text, at)
     return at + 1
 
 
@@ -303,16 +291,11 @@ def statements(text: str) -> Iterator[list[str]]:
         return ""
 
     while at < len(text):
-        char, start = text[at], at
+        char, end = text[at], _piece_end(text, at)
         if text.startswith("\\\n", at):
-            at = start + 2
+            at = end
             finished()
-        elif char == "\\":
-            word, at = word + text[at : at + 2], at + 2
-        elif char in "\"'":
-            at = _quote_end(text, at)
-            word += text[start:at]
-        elif char == "$" and (end := _expansion_end(text, at)) > at + 1:
+        elif end > at + 1:
             word, at = word + text[at:end], end
         elif char == "#" and not word:
             at = text.find("\n", at) % (len(text) + 1)
@@ -327,7 +310,7 @@ def statements(text: str) -> Iterator[list[str]]:
             word, array, at = word + "(", True, at + 1
             finished()
         elif char == "(":
-            at = _bracket_end(text, at)
+            at = _closing_end(text, at + 1, ")")
         elif char == ")" and array:
             finished()
             array, at = False, at + 1
