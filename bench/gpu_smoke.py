@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.report import ROOT, Machine, launch, machine
+from bench.report import QUICKSTART, ROOT, Machine, launch, machine
 from bench.rigs.sums import Row, Sampler
 from bench.rigs.train_work import importable, make_checkpoint, model_config
 from configs.load import load
@@ -50,7 +50,6 @@ CHECKS: Final = {"engine": 90, "log_probs": 60, "train 0.6B": 110, "quickstart":
 OPTIONAL: Final = ("flash_attn", "transformer_engine", "megatron.core", "sglang", "ray")
 # A model after so short a warm start is hardly ever right: the recipe's filter would throw away 19 of 20 groups.
 SHORT: Final = ["--warm-start-steps", "60", "filter.dynamic_sampling_filter=[]"]
-FLAGS: Final = ["--config", "quickstart", "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -139,7 +138,7 @@ def train(device: str, home: Path, size: str) -> dict[str, Any]:
         figures[title] = float(np.median(series["values"]))
     if device == "cuda":
         budget = ["--max-tokens-per-gpu", "16384", *(["--gradient-checkpointing"] if size == "4B" else [])]
-        planned = resolve(load([*FLAGS, "--train-dtype", "bfloat16", *budget]).config)
+        planned = resolve(load([*QUICKSTART, "--train-dtype", "bfloat16", *budget]).config)
         memory = trainer_memory(planned, read_shape(model_config(size)))
         figures["planner: memory, GB of a GPU"] = memory.total / 1e9 if memory is not None else None
     figures["remarks"] = [remark for remark in found["remarks"] if "not " in remark]
@@ -150,7 +149,7 @@ def quickstart(device: str, home: Path) -> dict[str, Any]:
     """40 batches after 60 steps of warm start."""
     placed = ["--train-device", device, "--engine-device", device, "--run-dir", str(home / "run")]
     short = [*SHORT, "--num-rollout", "40", "--eval-interval", "20"]
-    launch(["--mode", "async", *FLAGS, *placed, *short])
+    launch(["--mode", "async", *QUICKSTART, *placed, *short])
     rows = [row for row in read_metrics(home / "run" / "metrics.jsonl") if "perf/step_time" in row][10:]
     names = {
         "s/batch": "perf/step_time", "publish of weights, s": "perf/publish_weights_time",
@@ -165,7 +164,7 @@ def quickstart(device: str, home: Path) -> dict[str, Any]:
 
 def compare(device: str, home: Path) -> dict[str, Any]:
     """What `launch.py compare` prints."""
-    flags = [*FLAGS[:2], *SHORT, "--train-device", device, "--engine-device", device]
+    flags = [*QUICKSTART[:2], *SHORT, "--train-device", device, "--engine-device", device]
     printed = launch(["compare", "--batches", "10", "--rounds", "1", "--buffers", "1", "2", *flags])
     return {"text": [line for line in printed.splitlines() if line and not line.startswith(("round", "warm"))]}
 

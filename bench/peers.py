@@ -34,7 +34,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from bench.report import Series, arguments, finish, launch, machine
+from bench.report import QUICKSTART, Series, arguments, finish, launch, machine
 from bench.rigs.sums import Sampler, graded, rows_of
 from configs.rules.validate import checked_flags
 from models.checkpoint import latest_checkpoint
@@ -50,9 +50,6 @@ OURS: Final = {SYNC: ["--mode", "sync"]} | {
 TIMED: Final = (SYNC, "sluice, async N=1")
 BARE: Final = "bare loop"
 HELD_OUT: Final = ["--eval-interval", "20"]  # the recipe names the sums
-FLAGS: Final = [
-    "--config", "quickstart", "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot",
-]  # fmt: skip
 BATCH: Final = [
     "--warm-start-steps", "0", "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(MEMBERS), "--lr",
     str(LR), "--num-steps-per-rollout", "1", "filter.dynamic_sampling_filter=[]",
@@ -65,7 +62,7 @@ Curve = list[tuple[float, float]]  # (seconds, accuracy)
 def start(home: Path) -> tuple[Path, Path]:
     """The model after the warm start, and the file of prompts."""
     run = home / "start"
-    launch(["--mode", "sync", *FLAGS, "--num-rollout", "0", "--run-dir", str(run)])
+    launch(["--mode", "sync", *QUICKSTART, "--num-rollout", "0", "--run-dir", str(run)])
     checkpoint = latest_checkpoint(run / "warm_start" / "checkpoints")
     assert checkpoint is not None, "the warm start saves its model"
     return checkpoint / "hf", next((run / "assets" / "data").glob("*-train.jsonl"))
@@ -74,7 +71,7 @@ def start(home: Path) -> tuple[Path, Path]:
 def ours(name: str, flags: list[str], model: Path, batches: int, seed: int, home: Path) -> tuple[Figures, Curve]:
     """Seconds and share of right answers of each batch; accuracy over time, where it is evaluated."""
     run = home / f"{name.replace(' ', '')}-{seed}"
-    flags = [*OURS[name], *FLAGS, *BATCH, *flags, "--hf-checkpoint", str(model), "--num-rollout", str(batches)]
+    flags = [*OURS[name], *QUICKSTART, *BATCH, *flags, "--hf-checkpoint", str(model), "--num-rollout", str(batches)]
     launch([*flags, "--seed", str(seed), "--rollout-seed", str(seed), "--run-dir", str(run)])
     rows = list(read_metrics(run / "metrics.jsonl"))
     steps = [row for row in rows if "perf/step_time" in row]

@@ -107,13 +107,6 @@ def weight_bytes(shape: ModelShape, running: float) -> float:
     return 2.0 * (total_parameters(shape) - routed * (1 - touched))
 
 
-def kv_tokens(job: Job) -> int:
-    """Tokens that the KV cache of one engine holds; 0 where the weights leave no room."""
-    shape, gpu = shape_of(job.model), GPUS[job.gpu]
-    room = gpu.memory * STATIC_FRACTION * job.engine_gpus - 2 * total_parameters(shape)
-    return max(0, int(room / (2 * shape.key_values * shape.layers)))
-
-
 class Speed(msgspec.Struct, frozen=True):
     """Of a split: `slots` of one engine, whose decode step takes `a_s` + `c_s` for each rollout; `prefill_s` of a
     rollout's prompt; `token_s`: the trainer's time per token."""
@@ -128,7 +121,8 @@ class Speed(msgspec.Struct, frozen=True):
 def speed_of(job: Job, engines: int, trainer_gpus: int) -> Speed:
     """Raises ValueError where an engine has no room for one rollout of full length."""
     shape, gpu, share = shape_of(job.model), GPUS[job.gpu], job.efficiency
-    room = kv_tokens(job)
+    kv_bytes, left = 2 * shape.key_values * shape.layers, gpu.memory * STATIC_FRACTION * job.engine_gpus
+    room = max(0, int((left - 2 * total_parameters(shape)) / kv_bytes))  # tokens of the KV cache of one engine
     if room < job.prompt + job.cap:
         raise ValueError(
             f"an engine of {job.engine_gpus} x {job.gpu} has room for {room:,} tokens of {job.model}'s KV cache, and "
@@ -148,19 +142,10 @@ def speed_of(job: Job, engines: int, trainer_gpus: int) -> Speed:
     return Speed(
         slots=slots,
         a_s=weights_s + share.overhead_s + (2 * shape.layers * reduce_s if job.engine_gpus > 1 else 0.0),
-        c_s=2 * shape.key_values * shape.layers * context / bandwidth + max(0.0, prefill_s - weights_s / running),
+        c_s=kv_bytes * context / bandwidth + max(0.0, prefill_s - weights_s / running),
         prefill_s=prefill_s * job.prompt / job.members,  # the members of a group share it
         token_s=job.passes * forward_flops(shape, int(whole)) / whole / peak,
     )
-
-
-def bounds(job: Job, engines: int, trainer_gpus: int) -> tuple[float, float]:
-    """Seconds of a batch that the engines need at full slots, and the trainer: no schedule of this split is faster."""
-    speed, rollouts = speed_of(job, engines, trainer_gpus), job.groups * job.members
-    running = min(speed.slots, rollouts * (job.staleness / job.interval + 1) / engines)
-    token_s = (speed.a_s + speed.c_s * running) / running
-    generate = rollouts * (job.length * token_s + speed.prefill_s) / engines / (1 - job.filtered)
-    return generate, rollouts * (job.length + job.prompt) * speed.token_s + job.fixed_s
 
 
 STATE_BYTES = 18  # of the trainer for each parameter: bfloat16 weights, fp32 gradients, weights and moments
@@ -192,21 +177,24 @@ def splits(job: Job) -> Iterator[tuple[int, int]]:
 def measure(job: Job, engines: int, trainer_gpus: int, *, turns: bool = False) -> Plan:
     """Simulates one split. `turns`: engines and trainer have the same GPUs, and one of them works at a time."""
     job = replace(job, staleness=0, interval=1) if turns else job
-    speed, (_, train_s) = speed_of(job, engines, trainer_gpus), bounds(job, engines, trainer_gpus)
+    speed, rollouts = speed_of(job, engines, trainer_gpus), job.groups * job.members
     slots, full_s = engines * speed.slots, speed.a_s + speed.c_s * speed.slots
     lengths = lognormal_lengths(job.mean, job.sigma, job.cap)
     # What else takes time of the engines makes their decode steps longer: prefill and new weights.
-    mean = sum(lengths) / len(lengths)
-    batch_s = job.groups * job.members * mean / slots * full_s
-    prefill_s = job.groups * job.members * speed.prefill_s / engines
+    batch_s = rollouts * job.length / slots * full_s
+    prefill_s = rollouts * speed.prefill_s / engines
     engines_s = batch_s + prefill_s + job.update_s / job.interval
+    train_s = rollouts * (job.length + job.prompt) * speed.token_s + job.fixed_s
     work = Workload(
         lengths=lengths, slots=slots, groups=job.groups, members=job.members, train_ratio=train_s / engines_s,
         growth=speed.c_s * speed.slots / full_s, interval=job.interval, wait=job.tool_s / full_s * batch_s / engines_s,
         filtered=job.filtered, streams=not turns,
     )  # fmt: skip
     attained = attainable(work, max(0, job.staleness - job.interval + 1))
-    bound_s = sum(bounds(job, engines, trainer_gpus)) if turns else max(bounds(job, engines, trainer_gpus))
+    running = min(speed.slots, rollouts * (job.staleness / job.interval + 1) / engines)
+    token_s = (speed.a_s + speed.c_s * running) / running
+    generate_s = rollouts * (job.length * token_s + speed.prefill_s) / engines / (1 - job.filtered)
+    bound_s = generate_s + train_s if turns else max(generate_s, train_s)
     step_s = engines_s / attained.goodput
     unused = max(0.0, 1 - attained.goodput / (1 - attained.stale) / (1 - job.filtered))
     step_s, bound_s, train_s = (seconds * job.interval for seconds in (step_s, bound_s, train_s))

@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+QUICKSTART: Final = ["--config", "quickstart", "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot"]
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -99,23 +100,16 @@ def machine(packages: Sequence[str]) -> Machine:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
+    cpu = [*Path("/proc/cpuinfo").read_text().splitlines(), f"model name: {platform.machine()}"]  # where there is none
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         load_1min=os.getloadavg()[0],
-        cpu=_cpu_name(),
+        cpu=next(line.partition(":")[2].strip() for line in cpu if line.startswith("model name")),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()}",
         versions=versions,
         started_unix_s=time.time(),
     )
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def markdown(document: Document) -> str:

@@ -101,7 +101,6 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     wakeups: float
     seconds: float
     rollouts: int
-    processes: int
     by_process: dict[str, float]  # CPU milliseconds per rollout, of the processes of one name together
 
 
@@ -135,7 +134,6 @@ def measure(point: Point) -> Cost:
         wakeups=(after.wakeups - before.wakeups) / rollouts,
         seconds=after.at_s - before.at_s,
         rollouts=rollouts,
-        processes=len(after.by_process),
         by_process=by_name(before, after, rollouts),
     )
 

@@ -39,7 +39,6 @@ from bench.rigs.train_work import (
     make_checkpoint,
     quiet,
     step_flops,
-    work_of,
 )
 from configs.resolve import resolve
 from configs.schema import Config
@@ -221,9 +220,9 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
         group = [one for one in chosen if one.processes == world]
         print(f"{', '.join(one.name for one in group)}: {setting.rounds} steps each", flush=True)
         found |= measure(setting, group, root, deadline_s=600.0)
-    work = work_of(setting.batch())
-    flops = step_flops(read_shape(setting.config), work)
-    title = f"Qwen3 {setting.size}, {setting.device} {str(setting.dtype)[6:]}, {work.sequence_tokens:,} tokens a step"
+    batch = setting.batch()
+    flops, tokens = step_flops(read_shape(setting.config), batch), sum(len(one.tokens) for one in batch)
+    title = f"Qwen3 {setting.size}, {setting.device} {str(setting.dtype)[6:]}, {tokens:,} tokens a step"
     gpu = torch.cuda.get_device_name() if setting.device == "cuda" else ""
     published = next((value for name, value in PUBLISHED.items() if name in gpu), None)
     processes = {one.name: one.processes for one in chosen}
@@ -238,7 +237,7 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
             continue
         peak = peaks[processes[name]]
         out += [
-            Series(f"{title}: speed", name, "tokens/s", [work.sequence_tokens / s for s in one.step_s]),
+            Series(f"{title}: speed", name, "tokens/s", [tokens / s for s in one.step_s]),
             Series(f"{title}: share of peak", name, "% of matmul", [100 * flops / s / peak for s in one.step_s]),
             Series(f"{title}: weight export", name, "ms", [1e3 * s for s in one.export_s]),
         ]

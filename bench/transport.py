@@ -115,29 +115,23 @@ def hop(size: int, count: int, directory: Path, *, apart: bool) -> float:
 
 
 def push_producer(address: str, size: int, count: int) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.set(zmq.SNDHWM, DEPTHS[size])
-    socket.connect(address)
-    body = os.urandom(size)
-    for _ in range(count):
-        socket.send(body, 0, size < 64 << 10)
-    socket.close(10_000)
-    context.term()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.set(zmq.SNDHWM, DEPTHS[size])
+        socket.set(zmq.LINGER, 10_000)
+        socket.connect(address)
+        body = os.urandom(size)
+        for _ in range(count):
+            socket.send(body, 0, size < 64 << 10)
 
 
 def push_pull(size: int, count: int, directory: Path) -> float:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PULL)
-    socket.set(zmq.RCVHWM, DEPTHS[size])
-    address = f"ipc://{directory}/pull"
-    socket.bind(address)
-    try:
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.set(zmq.RCVHWM, DEPTHS[size])
+        socket.set(zmq.LINGER, 0)
+        address = f"ipc://{directory}/pull"
+        socket.bind(address)
         with started(push_producer, address, size, WARM_UP + count):
             return drain(partial(socket.recv, copy=size < 64 << 10), count)
-    finally:
-        socket.close(0)
-        context.term()
 
 
 def queue_producer(queue: multiprocessing.queues.Queue[bytes], size: int, count: int) -> None:

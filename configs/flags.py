@@ -95,10 +95,7 @@ class Flag(Struct, frozen=True, kw_only=True):
     def from_texts(self, texts: Iterable[str]) -> Any:
         """Read the values of a flag that takes several."""
         if self.kind == "map":
-            merged: dict[str, int] = {}
-            for text in texts:
-                merged.update(self.from_text(text))
-            return merged
+            return {name: number for text in texts for name, number in self.from_text(text).items()}
         return self._convert(tuple(texts), strict=False)
 
     def example(self) -> str:

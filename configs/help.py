@@ -119,14 +119,12 @@ def _members(section: str) -> Iterator[Flag]:
 
 
 def _entry(usage: str, text: str, columns: int) -> Iterator[str]:
-    start = f"  {usage}"
+    start, indent = f"  {usage}", " " * _COLUMN
     if len(start) > _COLUMN - 2:
         yield start
         start = ""
-    lines = textwrap.wrap(text, max(columns - _COLUMN, 30)) or [""]
-    yield f"{start:<{_COLUMN}}{lines[0]}"
-    for line in lines[1:]:
-        yield " " * _COLUMN + line
+    width = max(columns, _COLUMN + 30)
+    yield from textwrap.wrap(text, width, initial_indent=f"{start:<{_COLUMN}}", subsequent_indent=indent) or [start]
 
 
 def _usage(flag: Flag) -> str:

@@ -25,7 +25,7 @@ Origin = Literal["command line", "recipe", "preset"]
 
 GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
 # Two settings of one fact: the setting of the higher layer replaces the other setting.
-_ALTERNATIVES = (("rollout.num_rollout", "rollout.num_epoch"),)
+_LENGTH = ("rollout.num_rollout", "rollout.num_epoch")
 
 
 class ConfigError(Exception):
@@ -76,9 +76,8 @@ def merge(layers: Iterable[Layer]) -> Loaded:
         if chosen != mode:
             _forget(values, given, GATE)  # they belonged to the mode of the layer below
         mode = chosen
-        for first, second in _ALTERNATIVES:
-            if first in layer.values or second in layer.values:
-                _forget(values, given, (first, second))
+        if any(key in layer.values for key in _LENGTH):
+            _forget(values, given, _LENGTH)
         for key, value in layer.values.items():
             old = values.get(key)
             values[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value

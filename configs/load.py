@@ -46,14 +46,6 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in MODELS.glob("*.toml")))
 
 
-def preset_path(name: str) -> Path:
-    """The file of a preset. Raises `ConfigError`."""
-    if name in preset_names():
-        return MODELS / f"{name}.toml"
-    hint = cure(name.lower(), preset_names(), form="--model {}")
-    raise ConfigError(f"--model is {name!r}, but there is no such preset; {hint}")
-
-
 def chosen_preset(layers: Sequence[Layer]) -> str | None:
     """The name that the highest layer gives; layers from the lowest to the highest.
 
@@ -82,15 +74,14 @@ def fitted(preset: Layer, above: Sequence[Layer]) -> Layer:
     """The preset without what does not apply under the layers above it, lowest first."""
     written = {key: value for layer in above for key, value in layer.values.items()}
     final = {**preset.values, **written}
-    return preset.without({*_unused(preset, final), *_outranked(written, final)})
-
-
-def _unused(preset: Layer, final: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of sections that this run does not read."""
-    for key in preset.values:
-        switch, used = _USED.get(key.partition(".")[0], ("", ()))
-        if switch and final.get(switch, flags_by_key()[switch].default) not in used:
-            yield key
+    unused = {
+        section
+        for section, (switch, used) in _USED.items()
+        if final.get(switch, flags_by_key()[switch].default) not in used
+    }
+    return preset.without(
+        {*_outranked(written, final), *(key for key in preset.values if key.partition(".")[0] in unused)}
+    )
 
 
 def _outranked(written: Mapping[str, Any], final: Mapping[str, Any]) -> Iterator[str]:
@@ -211,7 +202,10 @@ def read_recipe(name: str) -> Layer:
 
 def read_preset(name: str) -> Layer:
     """Read the preset of a published model into a layer. Raises `ConfigError`."""
-    return layer_from_tables(_tables(preset_path(name)), f"--model {name}", origin="preset")
+    if name not in preset_names():
+        hint = cure(name.lower(), preset_names(), form="--model {}")
+        raise ConfigError(f"--model is {name!r}, but there is no such preset; {hint}")
+    return layer_from_tables(_tables(MODELS / f"{name}.toml"), f"--model {name}", origin="preset")
 
 
 def _tables(path: Path) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from configs.graph import replicas
 from configs.layers import ConfigError, build, given_by_difference, preset_values, value_at
@@ -25,6 +26,11 @@ from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
 from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, NAMED, parse_source
 
+# The settings of a `Batch`.
+_BATCH: Final = (
+    "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "train.global_batch_size",
+    "train.num_steps_per_rollout",
+)  # fmt: skip
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
@@ -91,29 +97,22 @@ def num_rollout_for(config: Config, prompts: int) -> int:
 
 
 def batch_arithmetic(
-    rollout_batch_size: int | None,
-    n_samples_per_prompt: int | None,
-    global_batch_size: int | None,
-    num_steps_per_rollout: int | None,
-    *,
-    default_batch: int = 32,
-    default_samples: int = 8,
+    groups: int | None, samples: int | None, size: int | None, steps: int | None, defaults: tuple[int, int] = (32, 8)
 ) -> Batch:
-    """Complete the four numbers; None = not given. Raises `ConfigError` with the numbers and the cure.
+    """Complete the four numbers of a `Batch`; None = not given. `defaults`: of the first two. Raises `ConfigError` with
+    the numbers and the cure.
 
     With both right-hand numbers given, a missing left-hand one follows from them; else the defaults of the left-hand
     side hold and the right-hand side follows, with one step per rollout batch if neither is given.
     """
-    groups, samples = rollout_batch_size, n_samples_per_prompt
-    size, steps = global_batch_size, num_steps_per_rollout
     if size is not None and steps is not None:
         total = size * steps
         if groups is None:
-            samples = samples or default_samples
+            samples = samples or defaults[1]
             groups = _divided(total, samples, "--rollout-batch-size", "--n-samples-per-prompt", samples)
         elif samples is None:
             samples = _divided(total, groups, "--n-samples-per-prompt", "--rollout-batch-size", groups)
-    groups, samples = groups or default_batch, samples or default_samples
+    groups, samples = groups or defaults[0], samples or defaults[1]
     rollouts = groups * samples
     left = f"rollout_batch_size {groups} x n_samples_per_prompt {samples} = {rollouts} rollouts"
     if steps is None:
@@ -127,7 +126,7 @@ def batch_arithmetic(
         if rollouts % steps:
             raise ConfigError(
                 f"{left}, which --num-steps-per-rollout {steps} does not divide into equal steps; set "
-                f"--num-steps-per-rollout {_near_divisor(groups, steps)}"
+                f"--num-steps-per-rollout {_near_size(groups, 1, steps)}"
             )
         size = rollouts // steps
     if size * steps != rollouts:
@@ -154,32 +153,20 @@ def _divided(total: int, by: int, wanted: str, other: str, value: int) -> int:
 
 def _near_size(rollouts: int, samples: int, requested: int) -> int:
     """The valid global batch size (whole groups, whole steps) nearest to the requested size."""
-    return min((samples * d for d in _divisors(rollouts // samples)), key=lambda size: abs(size - requested))
-
-
-def _near_divisor(number: int, requested: int) -> int:
-    return min(_divisors(number), key=lambda divisor: abs(divisor - requested))
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    sizes = [samples * groups for groups in range(1, rollouts // samples + 1) if rollouts // samples % groups == 0]
+    return min(sizes, key=lambda size: abs(size - requested))
 
 
 def _batch(config: Config, written: Mapping[str, str] | set[str]) -> dict[str, Any]:
-    rollout, train = config.rollout, config.train
+    groups, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
     batch = batch_arithmetic(
-        rollout.rollout_batch_size if "rollout.rollout_batch_size" in written else None,
-        rollout.n_samples_per_prompt if "rollout.n_samples_per_prompt" in written else None,
-        train.global_batch_size,
-        train.num_steps_per_rollout,
-        default_batch=rollout.rollout_batch_size,
-        default_samples=rollout.n_samples_per_prompt,
+        groups if _BATCH[0] in written else None,
+        samples if _BATCH[1] in written else None,
+        config.train.global_batch_size,
+        config.train.num_steps_per_rollout,
+        defaults=(groups, samples),
     )
-    sections = ("rollout", "rollout", "train", "train")
-    return {
-        f"{section}.{name}": getattr(batch, name)
-        for section, name in zip(sections, Batch.__struct_fields__, strict=True)
-    }
+    return dict(zip(_BATCH, astuple(batch), strict=True))
 
 
 def _staleness(config: Config, written: set[str]) -> dict[str, Any]:
@@ -263,8 +250,7 @@ def _defaults(config: Config) -> dict[str, Any]:
     }
     values = {}
     for key, value in derived.items():
-        section, _, name = key.partition(".")
-        if getattr(getattr(config, section), name) is None:
+        if value_at(config, key) is None:
             values[key] = value() if callable(value) else value
     if 0 < config.reward.overlong_buffer_len < 1:
         part = config.reward.overlong_buffer_len * rollout.rollout_max_response_len

@@ -24,7 +24,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from configs.schema import AUTO_MOST, Config, FilterConfig, generates
+from configs.schema import Config, FilterConfig, generates
+from configs.schema.rollout import AUTO_MOST
 from stages.messages import Outcome, Sample
 from stages.rollouts import newest_version, oldest_version
 

@@ -28,19 +28,9 @@ from configs.schema.model_shapes import ModelShape, matrices
 from models.train.interface import TrainSequence
 
 
-@dataclass(frozen=True)
-class Work:
-    """The tokens of a batch, whatever the model."""
-
-    tokens: int  # model inputs, prompts once for each group
-    pairs: int  # of tokens that see each other
-    chosen: int  # tokens whose log-prob is wanted
-    sequence_tokens: int  # as rollouts are counted: prompts once for each response
-
-
-def work_of(sequences: Sequence[TrainSequence]) -> Work:
-    """Of sequences by group, as responses after one prompt."""
-    tokens = pairs = 0
+def step_flops(shape: ModelShape, sequences: Sequence[TrainSequence]) -> float:
+    """Of one update on sequences by group, as responses after one prompt."""
+    tokens = pairs = 0  # model inputs, prompts once for each group; and pairs of them that see each other
     seen: set[int] = set()
     for one in sequences:
         prompt, response = one.prompt_length, one.response_length - 1
@@ -50,21 +40,12 @@ def work_of(sequences: Sequence[TrainSequence]) -> Work:
             pairs += prompt * (prompt + 1) // 2
         tokens += response
         pairs += response * prompt + response * (response + 1) // 2
-    return Work(
-        tokens=tokens,
-        pairs=pairs,
-        chosen=sum(int(one.loss_mask.sum()) for one in sequences),
-        sequence_tokens=sum(len(one.tokens) for one in sequences),
-    )
-
-
-def step_flops(shape: ModelShape, work: Work) -> float:
-    """Of one update."""
+    chosen = sum(int(one.loss_mask.sum()) for one in sequences)  # tokens whose log-prob is wanted
     layers = [matrix for layer in range(shape.layers) for matrix in matrices(shape, layer)]
     return float(
-        6.0 * sum(matrix.active * matrix.inputs * matrix.outputs for matrix in layers) * work.tokens
-        + 6.0 * shape.layers * (shape.query_width + shape.value_width) * work.pairs
-        + 6.0 * shape.hidden * shape.vocabulary * work.chosen
+        6.0 * sum(matrix.active * matrix.inputs * matrix.outputs for matrix in layers) * tokens
+        + 6.0 * shape.layers * (shape.query_width + shape.value_width) * pairs
+        + 6.0 * shape.hidden * shape.vocabulary * chosen
     )
 
 

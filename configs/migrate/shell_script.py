@@ -12,9 +12,10 @@ counts, and `Launch.conditional` names the variables that this concerns.
 from __future__ import annotations
 
 import ast
+import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,9 @@ _VARIABLE: Final = re.compile(
 )
 _ARRAY: Final = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _HEREDOC: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_SIGNS: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+}  # fmt: skip
 _OPENS: Final = ("if", "for", "while", "until", "case")
 _CLOSES: Final = ("fi", "done", "esac")
 _KEYWORDS: Final = ("then", "else", "do", "export", "local", "declare", "readonly", "!", "{")
@@ -202,14 +206,8 @@ def _sum(text: str) -> str | None:
                 return number
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 return -value(inner)
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                return value(left) - value(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)
-            case ast.BinOp(left=left, op=ast.Div(), right=right):
-                return value(left) // value(right)
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _SIGNS:
+                return _SIGNS[type(sign)](value(left), value(right))
         raise ValueError
 
     try:
@@ -283,12 +281,11 @@ def statements(text: str) -> Iterator[list[str]]:
     words: list[str] = []
     word, at, array, bodies = "", 0, False, list[str]()
 
-    def finished() -> str:
+    def finished() -> None:
         nonlocal word
         if word:
             words.append(word)
         word = ""
-        return ""
 
     while at < len(text):
         char, end = text[at], _piece_end(text, at)

@@ -26,7 +26,8 @@ import msgspec
 from msgspec import Struct
 
 from configs.graph import replicas
-from configs.schema import AUTO_MOST, Config
+from configs.schema import Config
+from configs.schema.rollout import AUTO_MOST
 
 BATCHES: Final = 64  # that a simulation counts, after a quarter as many for its beginning
 LEAST_GAIN: Final = 0.03  # of goodput, for a larger N in a running run

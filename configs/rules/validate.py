@@ -76,10 +76,8 @@ _FACTS: Final[Mapping[str, tuple[Callable[[Config], bool], tuple[str, ...]]]] = 
     ),
     "a judge": (_judges, (*_GRADER, "reward.judge_engine", "engine.frozen_engine")),
     "a remote grader": (lambda c: c.reward.rm_url is not None or "remote" in _graders(c), _GRADER),
-    "the grader math": (
-        lambda c: not {"auto", "math"}.isdisjoint(_graders(c)),
-        _GRADER,
-    ),  # with `auto` rows may name it
+    # With `auto` rows may name it.
+    "the grader math": (lambda c: not {"auto", "math"}.isdisjoint(_graders(c)), _GRADER),
     "several engines": (lambda c: _engines(c) > 1, ("run.scale", "run.autoscale", "sglang.", *_WORK)),
     "a trainer in processes of its own": (lambda c: trainer_processes(c) > 0, ("train.train_backend", "parallel.")),
 }

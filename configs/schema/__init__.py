@@ -20,14 +20,12 @@ from configs.schema.data import (
 )
 from configs.schema.notation import Section
 from configs.schema.rollout import (
-    AUTO_MOST,
     AsyncConfig,
     EngineConfig,
     HealthConfig,
     RolloutConfig,
     RouterConfig,
     SglangConfig,
-    SimulatedEngineConfig,
     UpdateConfig,
 )
 from configs.schema.run import (
@@ -40,15 +38,6 @@ from configs.schema.run import (
     StageConfig,
 )
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
-
-__all__ = [
-    "AUTO_MOST", "AlgorithmConfig", "AsyncConfig", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig",
-    "DataConfig", "DebugConfig", "DistillConfig", "EngineConfig", "EnvironmentConfig", "EvalConfig", "FilterConfig",
-    "FsdpConfig", "HealthConfig", "LoraConfig", "MegatronConfig", "ModelConfig", "ObserveConfig", "ParallelConfig",
-    "RayConfig", "RewardConfig", "RolloutConfig", "RouterConfig", "RunConfig", "SglangConfig",
-    "SimulatedEngineConfig", "StageConfig", "ToolsConfig", "TrainConfig", "UpdateConfig", "WarmStartConfig",
-    "generates", "router_kind",
-]  # fmt: skip
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -159,7 +159,7 @@ def test_one_thing_changes_between_the_runs_of_a_series() -> None:
 
 
 def test_ratios_are_to_the_smallest_run() -> None:
-    cost = Cost(cpu_ms=2.0, wakeups=5.0, seconds=1.0, rollouts=100, processes=8, by_process={"generate": 1.0})
+    cost = Cost(cpu_ms=2.0, wakeups=5.0, seconds=1.0, rollouts=100, by_process={"generate": 1.0})
     small, large = Point(in_flight=100, replicas=1), Point(in_flight=1000, replicas=1)
     series = report({small: cost, large: cost})
     assert {one.setting for one in series} == {"rollouts in flight"}, "one number of replicas is no series"
