@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.control_plane import FLAGS
-from bench.report import Series, arguments, finish, machine
-from bench.scale import ROOT, usage
+from bench.report import ROOT, Series, arguments, finish, machine
+from bench.scale import usage
 
 SHUT, OPEN = "page shut", "page open"
 WARM_UP_S: Final = 15.0

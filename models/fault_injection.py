@@ -80,12 +80,17 @@ class FaultPlan(Struct, frozen=True):
         fault = self.draw(key, attempt)
         if fault is not None:
             note = InjectedFault(fault.stage, fault.kind, self.replica, key, attempt, time.time())
-            # One write that appends is whole, whichever process does it. On another host than the run's the directory
-            # may be missing: the fault happens anyway.
-            with contextlib.suppress(OSError), Path(self.file).open("ab", buffering=0) as file:
-                file.write(msgspec.json.encode(note) + b"\n")
+            noted(Path(self.file), note)
             log.warning("%s: %s", self.replica, _said(fault, key, attempt))
         return fault
+
+
+def noted(path: Path, fault: InjectedFault) -> None:
+    """Append a fault that is about to happen to the log of faults."""
+    # One write that appends is whole, whichever process does it. On another host than the run's the directory may be
+    # missing: the fault happens anyway.
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(fault) + b"\n")
 
 
 def _said(fault: FaultSpec, key: str, attempt: int) -> str:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import load_file
 
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.weights import shared_memory_reader, shared_memory_writer
 from models.weights.delta import DeltaStore, compress
 from models.weights.layout import TORCH_NAMES, read_layout
@@ -67,10 +67,11 @@ def make_model(path: Path, megabytes: int) -> Versions:
     if megabytes not in SHAPES:
         raise SystemExit(f"--sizes {megabytes}: known are {', '.join(map(str, SHAPES))}")
     hidden, layers = SHAPES[megabytes]
-    make_tiny_checkpoint(
-        path, hidden_size=hidden, num_layers=layers, num_heads=hidden // 64, num_kv_heads=hidden // 128,
+    shape = TinyRecipe(
+        hidden_size=hidden, num_layers=layers, num_heads=hidden // 64, num_kv_heads=hidden // 128,
         intermediate_size=4 * hidden, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
+    make_tiny_checkpoint(path, shape)
     return Versions(path)
 
 
