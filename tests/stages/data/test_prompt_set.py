@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from configs.schema.data import DataConfig
-from models.tiny import make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 from stages.data.prepare import Preparer
 from stages.data.prompt_set import PromptSet, load_eval_prompts
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row, trusted_functions
@@ -435,7 +435,7 @@ def test_dataset_directory_without_the_library(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_held_out_set_is_read_with_its_own_keys_and_template(tmp_path: Path) -> None:
-    model = make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic", seed=0)
+    model = make_tiny_checkpoint(tmp_path / "tiny", TinyRecipe(tokenizer="arithmetic"))
     (tmp_path / "sums.jinja").write_text("{{ messages[0]['content'] }}=")
     rows = [{"q": "1+2", "a": "3", "about": {"from": "me"}, "label": "no", "metadata": {"from": "others"}}]
     path = write(tmp_path / "held.jsonl", rows)
