@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, Struct, UnsetType
 
@@ -44,6 +45,7 @@ DECIMALS: Final = 4  # of log-probs and advantages
 Run = tuple[int, int]  # value, tokens
 # Of a group's sequences by its id, in the order of `rollouts`; of no group where the trainer makes them.
 Advantages = Mapping[int, Sequence[float]]
+LogProbs = Mapping[int, Sequence[npt.NDArray[np.float32]]]
 
 
 class TurnRow(Struct, frozen=True, omit_defaults=True):
@@ -83,6 +85,7 @@ class SampleRow(Struct, frozen=True, kw_only=True):
     ids: tuple[int, ...]  # T
     # Absent where they are unknown. Over T; null for a token that is not trained.
     log_probs: tuple[float | None, ...] | UnsetType = UNSET  # of the policy that made the token
+    train_log_probs: tuple[float | None, ...] | UnsetType = UNSET  # of the trainer, with which the batch began
     advantages: tuple[tuple[float | None, int], ...] | UnsetType = UNSET  # as (value, tokens)
 
 
@@ -114,12 +117,19 @@ class SampleLog:
         self._period, self._left = -1, 0  # of the groups that were not trained
         self._warned = False
 
-    async def trained(self, step: int, groups: Sequence[RolloutSlice], advantages: Advantages) -> None:
-        """After batch `step` (1 = the first) was trained: write its first groups, if it is its turn."""
+    def wanted(self, step: int) -> int:
+        """How many groups of batch `step` (1 = the first) will be written."""
         interval = self._interval()
-        if interval and (step == 1 or step % interval == 0):
-            chosen = sorted(groups, key=lambda one: one.group.group_id)[: self._groups]
-            await asyncio.to_thread(self._write, step, chosen, "trained", "", advantages)
+        return self._groups if interval and (step == 1 or step % interval == 0) else 0
+
+    async def trained(
+        self, step: int, groups: Sequence[RolloutSlice], advantages: Advantages, log_probs: LogProbs
+    ) -> None:
+        """After batch `step` was trained: write its first groups, if it is its turn, before others those with
+        `log_probs` of the trainer."""
+        chosen = sorted(groups, key=lambda one: (one.group.group_id not in log_probs, one.group.group_id))
+        if chosen := chosen[: self.wanted(step)]:
+            await asyncio.to_thread(self._write, step, chosen, "trained", "", advantages, log_probs)
 
     async def ended(self, step: int, group: RolloutSlice, outcome: Outcome, detail: str) -> None:
         """A group ended untrained after `step` batches: write it unless enough were written in this interval."""
@@ -130,7 +140,7 @@ class SampleLog:
             self._period, self._left = step // interval, self._groups
         if self._left > 0:
             self._left -= 1
-            await asyncio.to_thread(self._write, step, [group], outcome, detail, {})
+            await asyncio.to_thread(self._write, step, [group], outcome, detail, {}, {})
 
     def _interval(self) -> int:
         """Steps between two that are written, 0 for none."""
@@ -144,12 +154,19 @@ class SampleLog:
         return 0 if sixteenths >= 16 else self._every * 2**sixteenths
 
     def _write(
-        self, step: int, groups: Sequence[RolloutSlice], outcome: Outcome, detail: str, advantages: Advantages
+        self,
+        step: int,
+        groups: Sequence[RolloutSlice],
+        outcome: Outcome,
+        detail: str,
+        advantages: Advantages,
+        log_probs: LogProbs,
     ) -> None:
         encoder = msgspec.json.Encoder()
         lines = []
         for slice_ in groups:
             values = iter(advantages.get(slice_.group.group_id, ()))
+            current = iter(log_probs.get(slice_.group.group_id, ()))
             for parts in rollouts(slice_.samples):
                 for sample in parts:
                     row = self._row(slice_.group, parts, sample, step, outcome, detail)
@@ -157,6 +174,9 @@ class SampleLog:
                         value = round(value, DECIMALS)
                         runs = tuple((value if trained else None, n) for trained, n in runs_of(trained_mask(sample)))
                         row = msgspec.structs.replace(row, advantages=runs)
+                    if (scored := next(current, None)) is not None:
+                        given = [*[0.0] * (len(sample.token_ids) - len(scored)), *scored.tolist()]
+                        row = msgspec.structs.replace(row, train_log_probs=_of_trained(given, sample))
                     lines.append(encoder.encode(row))
         try:
             with _locked(self.path) as file:
@@ -198,12 +218,7 @@ class SampleLog:
             loss_mask=tuple(runs_of(sample.loss_mask)),
             versions=tuple((run.version, run.n_tokens) for run in sample.version_runs),
             ids=tuple(ids.tolist()),
-            log_probs=tuple(
-                round(value, DECIMALS) if trained else None
-                for value, trained in zip(sample.log_probs.tolist(), sample.loss_mask.tolist(), strict=True)
-            )
-            if whole
-            else UNSET,
+            log_probs=_of_trained(sample.log_probs.tolist(), sample) if whole else UNSET,
         )
 
     def _turns(self, sample: Sample) -> tuple[TurnRow, ...]:
@@ -289,6 +304,12 @@ def _whole_lines(file: int) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+def _of_trained(values: Sequence[float], sample: Sample) -> tuple[float | None, ...]:
+    """[T], null for a token that is not trained."""
+    pairs = zip(values, sample.loss_mask.tolist(), strict=True)
+    return tuple(round(value, DECIMALS) if trained else None for value, trained in pairs)
 
 
 def _finite(value: float | None) -> float | None:

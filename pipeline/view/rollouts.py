@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any, Final, TypeVar
@@ -81,11 +82,12 @@ def rollout(files: RunFiles, key: str, decode: Decode | None) -> dict[str, Any] 
 
 
 def _tokens(row: SampleRow, decode: Decode | None) -> list[dict[str, Any]]:
-    """Each token. What the trainer thought of it is not in the run's files: `train_log_prob` and `ratio` are null."""
+    """Each token; null where the run did not write a value."""
     texts = repeat(None) if decode is None else _texts(row.ids, decode)
-    log_probs = row.log_probs or repeat(None)
+    log_probs, trainers = row.log_probs or repeat(None), row.train_log_probs or repeat(None)
     advantages = _each(row.advantages) if row.advantages else repeat(None)
-    parts = zip(row.ids, texts, _each(row.versions), _each(row.loss_mask), log_probs, advantages, strict=False)
+    masks = _each(row.versions), _each(row.loss_mask)
+    parts = zip(row.ids, texts, *masks, log_probs, trainers, advantages, strict=False)
     return [
         {
             "text": text,
@@ -93,11 +95,11 @@ def _tokens(row: SampleRow, decode: Decode | None) -> list[dict[str, Any]]:
             "version": version if version >= 0 else None,
             "trained": bool(mask),
             "log_prob": log_prob,
-            "train_log_prob": None,
-            "ratio": None,
+            "train_log_prob": current,
+            "ratio": None if log_prob is None or current is None else math.exp(current - log_prob),
             "advantage": advantage,
         }
-        for number, text, version, mask, log_prob, advantage in parts
+        for number, text, version, mask, log_prob, current, advantage in parts
     ]
 
 

@@ -233,6 +233,7 @@ class Batch:
         self.masked_tokens = 0  # too old, in groups that are trained
         self.sequences: dict[int, list[TrainSequence]] = {}  # by group, while they wait for their turn
         self.advantages: dict[int, list[float]] = {}  # by group, of each sequence: all its trained tokens have the same
+        self.log_probs: dict[int, list[npt.NDArray[np.float32]]] = {}  # of the first groups, with the first weights
         self.kept: list[TrainSequence] = []  # all of them, for --save-debug-train-data
         self.staleness: Counter[int] = Counter()  # trained tokens by age
         self.trained_tokens = 0
@@ -312,4 +313,4 @@ class BatchLog:
             await asyncio.to_thread(save_batch, self._file, step - 1, slices)
         if (file := self._config.debug.save_debug_train_data) is not None:
             await asyncio.to_thread(save_train_data, file, step - 1, batch.kept)
-        await self.samples.trained(step, slices, batch.advantages)
+        await self.samples.trained(step, slices, batch.advantages, batch.log_probs)

@@ -278,7 +278,7 @@ async def test_a_line_says_what_the_model_wrote_and_what_it_was_told(tmp_path: P
     )
     sample = msgspec.structs.replace(sample, token_ids=wire(ids, Int32Array))
     log = SampleLog(make_config(train={"hf_checkpoint": str(tmp_path)}), tmp_path)
-    await log.trained(1, [make_slice(7, sample, n_samples=2, prompt=parts[0])], {})
+    await log.trained(1, [make_slice(7, sample, n_samples=2, prompt=parts[0])], {}, {})
     (row,) = rows(tmp_path)
     assert row["turns"] == [
         {"role": "model", "tokens": n[1], "text": "[12+34]", "reward": 0.25},
@@ -311,7 +311,7 @@ async def test_groups_that_were_not_trained_are_few_in_each_interval(tmp_path: P
 
 
 async def test_a_torn_line_is_cut_off_by_the_next_writer(tmp_path: Path) -> None:
-    await a_log(tmp_path).trained(1, [make_slice(1)], {})
+    await a_log(tmp_path).trained(1, [make_slice(1)], {}, {})
     whole = (tmp_path / SAMPLES_FILE).read_bytes()
     for torn in (b'{"step": 2, "outc', b"x" * 200_000):
         (tmp_path / SAMPLES_FILE).write_bytes(whole + torn)
@@ -322,7 +322,7 @@ async def test_a_torn_line_is_cut_off_by_the_next_writer(tmp_path: Path) -> None
 async def test_a_resumed_run_drops_what_never_happened(tmp_path: Path) -> None:
     log = a_log(tmp_path, samples_interval=1)
     for step in (1, 2, 3):
-        await log.trained(step, [make_slice(step)], {})
+        await log.trained(step, [make_slice(step)], {}, {})
     await log.ended(3, make_slice(9), "stale", "")
     with (tmp_path / SAMPLES_FILE).open("ab") as file:
         file.write(b'{"step": 1, torn')
@@ -337,13 +337,13 @@ async def test_writers_beside_each_other_leave_whole_lines(tmp_path: Path) -> No
     async with asyncio.TaskGroup() as tasks:
         for place, log in enumerate(logs):
             for step in range(1, 26):
-                tasks.create_task(log.trained(step, [make_slice(100 * place + step)], {}))
+                tasks.create_task(log.trained(step, [make_slice(100 * place + step)], {}, {}))
     assert len(rows(tmp_path)) == 4 * 25 * 2
 
 
 async def test_a_full_disk_and_a_missing_directory_cost_samples_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await a_log(tmp_path / "nowhere").trained(1, [make_slice(1)], {})
+    await a_log(tmp_path / "nowhere").trained(1, [make_slice(1)], {}, {})
     (tmp_path / SAMPLES_FILE).symlink_to("/dev/full")
-    await a_log(tmp_path).trained(1, [make_slice(1)], {})
+    await a_log(tmp_path).trained(1, [make_slice(1)], {}, {})

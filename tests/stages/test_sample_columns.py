@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from stages.messages import RolloutSlice
@@ -34,13 +35,20 @@ async def trained(path: Path, **sections: Any) -> list[dict[str, Any]]:
     batch = Batch(config, 0)
     for slice_ in groups():
         batch.add(*for_trainer(config, slice_))
+    batch.log_probs[5] = [np.full(4, -0.3, np.float32), np.full(4, -1.25, np.float32), np.zeros(4, np.float32)]
     await BatchLog(config, path, Mock()).trained(1, batch, {"perf/step_time": 1.0})
     return lines(path)
 
 
-async def test_each_trained_token_has_its_log_prob_and_its_advantage(tmp_path: Path) -> None:
-    kept, removed, *fanned = await trained(tmp_path)
-    assert [row["group"] for row in (kept, removed, *fanned)] == [3, 3, 5, 5, 5]
+async def test_each_trained_token_has_its_log_probs_and_its_advantage(tmp_path: Path) -> None:
+    *fanned, kept, removed = await trained(tmp_path)
+    assert [row["group"] for row in (*fanned, kept, removed)] == [5, 5, 5, 3, 3], "first what the trainer scored"
+    assert [row["train_log_probs"] for row in fanned] == [
+        [None, None, None, -0.3, None, -0.3, -0.3],
+        [None, None, None, -1.25, None, -1.25, -1.25],
+        [None, None, None, 0.0, 0.0, 0.0, 0.0],
+    ]
+    assert not {"train_log_probs"} & (kept.keys() | removed.keys())
     assert fanned[2]["log_probs"] == [None, None, None, -0.1235, 0.0, -2.0, -3.0], "four decimals, none of the prompt"
     assert [row["log_probs"][4] for row in fanned[:2]] == [None, None], "what is masked"
     assert [row["advantages"] for row in fanned] == [

@@ -38,11 +38,13 @@ class Recorder(WeightExporter):
     may_export: threading.Event = field(default_factory=threading.Event)
     steps: int = 0
     calls: int = 0  # of accumulate
+    scored: list[tuple[int, int, int]] = field(default_factory=list)  # (group, sequences handed over, steps before it)
 
     def setup(self) -> None:
         self.log.append("setup")
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+        self.scored += [(sequences[0].group_id, len(self.sequences), self.steps)]
         return [s.rollout_log_probs[s.prompt_length :] for s in sequences]
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:

@@ -79,7 +79,9 @@ def made_run(path: Path) -> RunDir:
         index=1, reward=0.0, versions=[[-1, 2], [1, 5]], turns=[{"role": "model", "tokens": 5, "text": HOSTILE}]
     )
     filtered = sample(group=3, outcome="filtered", detail="zero_std_0.0", reward=0.0, versions=[[-1, 2], [0, 5]])
-    known = sample(log_probs=[None, None, -0.1, -0.2, -0.3, -0.4, -0.5], advantages=[[None, 2], [1.5, 5]])
+    log_probs = [None, None, -0.1, -0.2, -0.3, -0.4, -0.5]
+    known = sample(log_probs=log_probs, advantages=[[None, 2], [1.5, 5]])
+    known["train_log_probs"] = [None, None, -0.1, -0.2, -0.3, -0.4, -0.25]
     lines(run.path / "samples.jsonl", known, other, filtered)
     lines(
         run.trace / "generate-0.jsonl",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -167,6 +168,8 @@ def test_the_tokens_of_a_rollout_have_the_versions_that_made_them(
     assert [token["trained"] for token in tokens] == [False, False, True, True, True, True, True]
     assert [token["log_prob"] for token in tokens] == [None, None, -0.1, -0.2, -0.3, -0.4, -0.5]
     assert [token["advantage"] for token in tokens] == [None, None, 1.5, 1.5, 1.5, 1.5, 1.5]
+    assert tokens[6]["train_log_prob"] == -0.25
+    assert [token["ratio"] for token in tokens] == [None, None, 1.0, 1.0, 1.0, 1.0, pytest.approx(math.exp(0.25))]
     without = documents.rollout(found["siblings"][0]["key"])
     assert without is not None
     assert [(token["log_prob"], token["advantage"]) for token in without["tokens"]] == 7 * [(None, None)]
