@@ -32,7 +32,7 @@ from models.errors import CheckpointUnavailable, EngineError, EngineRefused, Eng
 from models.families.source import check_files, context_limit
 from pipeline.errors import NotHere, UsageError
 from pipeline.facts.run_directory import RunDir, disk_error, in_use
-from pipeline.hosts.machine import HOST, PortInUse, held_port, visible_gpus
+from pipeline.hosts.machine import HOST, PortInUse, held_port
 from pipeline.hosts.ray.cluster import reach
 from pipeline.preflight.refusals import bare, check_graders, entries, tokenizer_here, write_tasks
 from stages.chat.messages import TokenizerError
@@ -269,14 +269,6 @@ def check_weights(config: Config) -> None:
         raise NotHere(f"weights and tokenizer of {', '.join(names)}: the Hugging Face hub is asked at the start")
 
 
-def check_devices(config: Config) -> None:
-    """GPUs that are named are there, by the files of their driver; under WSL it has others."""
-    devices = {"--train-device": config.train.train_device, "--engine-device": config.engine.engine_device}
-    for flag, device in devices.items() if config.run.runner != "ray" and not Path("/dev/dxg").exists() else ():
-        if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= (found := len(visible_gpus())):
-            raise UsageError(f"{flag} is {device}, but a run has {found} GPUs on this machine; set {flag} auto or cpu")
-
-
 def check_ports(config: Config) -> None:
     """Ports that are named are free. Those of a cluster's nodes are seen at the start."""
     first, observe = config.engine.engine_port, config.observe
@@ -321,4 +313,4 @@ async def _all_answer(config: Config) -> None:
         await check_frozen(config, tokenizer_here(config))
 
 
-MACHINE: Final = (check_run_dir, check_weights, check_devices, check_ports, check_cluster, check_running)
+MACHINE: Final = (check_run_dir, check_weights, check_ports, check_cluster, check_running)

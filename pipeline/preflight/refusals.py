@@ -33,7 +33,7 @@ from models.errors import LaunchError
 from models.train.megatron.options import option_faults
 from pipeline.errors import NotHere, Refused, UsageError, user_error
 from pipeline.facts.run_log import tell
-from pipeline.hosts.machine import ROOT, child_environment
+from pipeline.hosts.machine import ROOT, child_environment, visible_gpus
 from stages.agents.worker import Hosted
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.data.prepare import Preparer, render_of
@@ -303,7 +303,18 @@ def _sglang_faults(config: Config, installed: Installed, wanted: Sequence[Part])
 
 
 Check = Callable[[Config], object]
-_ALWAYS: Final[Sequence[Check]] = (check_names, check_trainer, check_environments, prepare_sglang)
+
+
+def check_devices(config: Config) -> None:
+    """GPUs that are named are there, by the files of NVIDIA's driver; WSL and ROCm have others. Raises UsageError."""
+    devices = {"--train-device": config.train.train_device, "--engine-device": config.engine.engine_device}
+    others = config.run.runner == "ray" or Path("/dev/dxg").exists() or Path("/dev/kfd").exists()
+    for flag, device in devices.items() if not others else ():
+        if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= (found := len(visible_gpus())):
+            raise UsageError(f"{flag} is {device}, but a run has {found} GPUs on this machine; set {flag} auto or cpu")
+
+
+_ALWAYS: Final[Sequence[Check]] = (check_devices, check_names, check_trainer, check_environments, prepare_sglang)
 
 
 def refuse(config: Config) -> None:

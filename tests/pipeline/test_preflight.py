@@ -49,6 +49,7 @@ from pipeline.preflight.refusals import (
     check_names,
     check_trainer,
     prepare_sglang,
+    refuse,
     sglang_parts,
     sglang_warnings,
 )
@@ -547,3 +548,10 @@ def test_what_another_start_would_repeat_ends_the_run_with_the_cure(tmp_path: Pa
         check_repeatable("reward-0", 2, "no module named x", tmp_path)
     for code in (1, 3, -9):
         check_repeatable("reward-0", code, "", tmp_path)
+
+
+def test_a_run_that_names_a_gpu_which_is_not_there_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.preflight.refusals.visible_gpus", lambda: ("0",))
+    with pytest.raises(Refused, match=r"--train-device is cuda:1, but a run has 1 GPUs"):
+        refuse(config("--train-device", "cuda:1"))
+    refuse(config("--train-device", "cuda:0"))
