@@ -206,9 +206,13 @@ SETTINGS = (
 
 
 def test_the_work_is_that_of_the_passes_that_the_trainer_makes() -> None:
-    """Log-probs at the start of the batch, and of later steps' starts; the reference."""
+    """Log-probs at the start of the batch, and of later steps' starts; the reference. A third of the combinations, in
+    which each pair of settings occurs."""
     found = set()
-    for parts in itertools.product(*(one.split("|") for one in SETTINGS)):
+    for numbered in itertools.product(*(enumerate(one.split("|")) for one in SETTINGS)):
+        numbers, parts = zip(*numbered, strict=True)
+        if sum(numbers) % 3:
+            continue
         config = planned(*parts)
         spec = train_spec(config, 10)
         spec = replace(spec, algorithm=msgspec.structs.replace(spec.algorithm, custom_loss_function_path="a:b"))
