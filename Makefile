@@ -97,6 +97,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick
 	$(BIN)/python -m bench.modes --quick
 	$(BIN)/python -m bench.control_plane --quick
+	$(BIN)/python -m bench.observe --quick
 	$(BIN)/python -m bench.off_policy --quick
 	$(BIN)/python -m bench.weights --quick
 	$(BIN)/python -m bench.train --quick

@@ -73,8 +73,7 @@ def measure(windows: int, window_s: int) -> dict[tuple[str, str, str], list[floa
                 values = {
                     ("the run", "CPU-ms/batch"): 1e3 * (after.cpu_s - before.cpu_s) / batches,
                     ("its pace", "batches/s"): batches / seconds,
-                    ("the server of the page", "CPU-ms/s"): 1e3 * served / seconds,
-                }
+                } | ({("the server of the page", "CPU-ms/s"): 1e3 * served / seconds} if name == OPEN else {})
                 for (what, unit), value in values.items():
                     found.setdefault((what, name, unit), []).append(value)
                 print(f"{name}: {batches} batches in {seconds:.1f} s", flush=True)
