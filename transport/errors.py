@@ -6,9 +6,8 @@
     │   ├── AddressRefused      would be open to the network without keys
     │   └── AddressInUse        another socket is bound there
     ├── SecurityError           keys missing, malformed or readable by others
-    ├── MessageError            a message that cannot be sent
-    │   ├── MessageTooLarge
-    │   └── MessageInvalid      does not encode, or its key is unusable
+    ├── MessageTooLarge         a message that cannot be sent
+    ├── MessageInvalid          does not encode, or its key is unusable
     ├── DecodeError             a body that is not of its schema; never raised into a stage, ends in quarantine
     ├── LinkError               the peer or the hub
     │   ├── LinkRefused         it answered REFUSE: protocol, run, stream or schema differ
@@ -47,15 +46,11 @@ class SecurityError(TransportError):
     """Keys are missing, malformed or readable by others."""
 
 
-class MessageError(TransportError):
-    """A message that cannot be sent."""
-
-
-class MessageTooLarge(MessageError, ValueError):
+class MessageTooLarge(TransportError, ValueError):
     """The encoded body exceeds the stream's max_message_bytes. A ValueError too, as `stages.ports.Outlet` promises."""
 
 
-class MessageInvalid(MessageError):
+class MessageInvalid(TransportError):
     """The message does not encode as its schema, or its key is unusable."""
 
 

@@ -66,8 +66,7 @@ class Counts:
 
     leased: int = 0
     accepted: int = 0  # messages taken into custody, duplicates excluded
-    delivered: int = 0  # deliveries, redeliveries included
-    redelivered: int = 0
+    redelivered: int = 0  # deliveries beyond the first of each
     duplicates: int = 0  # suppressed: resent, same key, or finished twice
     dead_letters: int = 0
     bytes_queued: int = 0  # bodies in custody, leased ones included

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -187,16 +187,16 @@ class Completion:
 
 @dataclass
 class Totals:
-    """Counts of an engine since its start. `metrics` uses SGLang's names where they exist."""
+    """Counts of an engine since its start, under SGLang's names where they exist."""
 
-    steps: int = 0
+    engine_steps: int = 0
     prompt_tokens: int = 0  # of requests that entered, again after each retraction
     computed_prompt_tokens: int = 0  # of these, neither shared nor found in the cache
     cached_tokens: int = 0
-    generated_tokens: int = 0
-    retractions: int = 0
-    finished: int = 0
-    aborted: int = 0
+    generation_tokens: int = 0
+    num_retractions: int = 0
+    num_requests: int = 0  # that have ended
+    num_aborted_requests: int = 0
     busy_s: float = 0.0  # time in steps
     memory_releases: int = 0
 
@@ -205,17 +205,7 @@ class Totals:
         return self.cached_tokens / max(1, self.prompt_tokens)
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "prompt_tokens_total": self.prompt_tokens,
-            "computed_prompt_tokens_total": self.computed_prompt_tokens,
-            "cached_tokens_total": self.cached_tokens,
-            "generation_tokens_total": self.generated_tokens,
-            "num_requests_total": self.finished,
-            "num_aborted_requests_total": self.aborted,
-            "num_retractions_total": self.retractions,
-            "engine_steps_total": self.steps,
-            "memory_releases_total": self.memory_releases,
-        }
+        return {f"{name}_total": count for name, count in asdict(self).items() if name != "busy_s"}
 
 
 Deliver = Callable[[Sequence[Completion]], None]

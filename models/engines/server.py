@@ -219,7 +219,7 @@ class EngineApp:
 
     def _load(self) -> Load:
         """The engine's load, with the throughput since the last question that lies long enough back."""
-        now, tokens = time.monotonic(), self._core.totals().generated_tokens
+        now, tokens = time.monotonic(), self._core.totals().generation_tokens
         since, before, rate = self._measured
         if now - since >= _RATE_WINDOW_S:
             rate = (tokens - before) / (now - since)

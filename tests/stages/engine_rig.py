@@ -167,7 +167,7 @@ async def freeze(server: EngineServer, tokens: int) -> None:
     core = core_of(server)
     while True:
         core.load()  # brings the schedule up to now; nothing can happen before the pause
-        if core.totals().generated_tokens >= tokens:
+        if core.totals().generation_tokens >= tokens:
             break
         await asyncio.sleep(0.002)
     assert core.schedule.running, "the response ended before the engine could be paused"
@@ -304,7 +304,7 @@ class World:
         await freeze(self.engines[0], tokens=3 * group.n_samples)
         first = log[0]
         assert first.partial is not None
-        await until(lambda: first.partial.tokens == core.totals().generated_tokens)  # type: ignore[union-attr]
+        await until(lambda: first.partial.tokens == core.totals().generation_tokens)  # type: ignore[union-attr]
         return first
 
     def lose(self, index: int) -> None:

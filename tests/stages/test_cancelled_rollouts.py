@@ -30,8 +30,8 @@ async def all_written(world: World, count: int) -> None:
     """Wait until so many responses run and all have tokens: one without is begun anew by an update, by new weights."""
     core = core_of(world.engines[0])
     await until(lambda: running(world) == count)
-    enough = core.totals().generated_tokens + 3 * count
-    await until(lambda: running(world) == count and core.totals().generated_tokens >= enough)
+    enough = core.totals().generation_tokens + 3 * count
+    await until(lambda: running(world) == count and core.totals().generation_tokens >= enough)
 
 
 async def publish(world: World, version: int) -> None:

@@ -122,7 +122,7 @@ async def test_a_token_that_would_end_a_server_is_refused_and_not_sent_again(
     async with started(tmp_path, options=options, **SLOW) as world:
         core = core_of(world.engines[0])
         samples = await world.rollouts(make_group(0, 2, prompt=[1, token]))
-        assert (core.schedule.running, core.schedule.totals.steps) == (0, 0)
+        assert (core.schedule.running, core.schedule.totals.engine_steps) == (0, 0)
     assert len(log) == 1, "once refused, it is not tried elsewhere"
     for sample in samples:
         assert f" {token}, outside the vocabulary of {options.get('vocab_size', 256)} tokens" in (sample.error or "")

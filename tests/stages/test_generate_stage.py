@@ -46,7 +46,7 @@ async def test_an_update_during_generation_loses_no_token_and_names_each_ones_ve
     async with started(tmp_path, engine=simulated(SLOW_MS), pause_mode=mode) as world:
         await world.ask(make_group(0, 3, prompt=[9, 8]))
         await freeze(world.engines[0], tokens=9)
-        made = core_of(world.engines[0]).totals().generated_tokens // 3
+        made = core_of(world.engines[0]).totals().generation_tokens // 3
         world.weights.publish(1)
         slice_ = await world.answer()
         await until(lambda: world.extra(f"length/{length_place(LENGTH)}") == 3)

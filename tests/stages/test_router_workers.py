@@ -290,12 +290,12 @@ async def test_an_update_rolls_over_engines_behind_the_router(router_url: str, t
             await _listed(router, *(server.url for server in world.engines))
         for group_id in range(4):
             await world.ask(make_group(group_id, 2, prompt=[group_id]))
-        await until(lambda: sum(core_of(s).totals().generated_tokens for s in world.engines) > 30)
+        await until(lambda: sum(core_of(s).totals().generation_tokens for s in world.engines) > 30)
         world.weights.publish(1)
         slices = [await world.answer() for _ in range(4)]
         for engine in range(2):
             await world.weights.landed(1, engine=engine)
-        assert all(core_of(server).totals().generated_tokens for server in world.engines), "both have had some"
+        assert all(core_of(server).totals().generation_tokens for server in world.engines), "both have had some"
     assert {e.url for e in log} == {router_url}
     assert "0.0" in {e.request.extra_key for e in log}
     for slice_ in slices:

@@ -142,7 +142,6 @@ class Custody(Counts):
         item.started = False
         item.attempt += 1
         self.leased += 1
-        self.delivered += 1
         if item.attempt > 1:
             self.redelivered += 1
         holder.take(item)

@@ -137,7 +137,7 @@ class Stepper:
 
     def step(self) -> None:
         """Admit, prefill, decode. Requests that finish are in `take_progressed`."""
-        self.totals.steps += 1
+        self.totals.engine_steps += 1
         with torch.inference_mode():
             if self._waiting and not self.holding and self._table.free:
                 self._admit()
@@ -265,7 +265,7 @@ class Stepper:
         """Store a sampled token for each slot and finish completed responses."""
         tokens = drawn[0].astype(np.int64)
         stopped, full = self._table.append(slots, tokens, drawn[1])
-        self.totals.generated_tokens += len(slots)
+        self.totals.generation_tokens += len(slots)
         for index in np.flatnonzero(stopped | full).tolist():
             slot = int(slots[index])
             matched: int | str | None = int(tokens[index])
@@ -307,7 +307,7 @@ class Stepper:
         for slot in reversed(self._table.active.tolist()):
             completion = self._table.release(slot)
             completion.retractions += 1
-            self.totals.retractions += 1
+            self.totals.num_retractions += 1
             self._waiting.appendleft(completion)
         self._watched.clear()
         self._batch = None
@@ -320,7 +320,7 @@ class Stepper:
         self._close(completion, reason)
 
     def _close(self, completion: Completion, reason: FinishReason) -> None:
-        self.totals.finished += 1
-        self.totals.aborted += reason.type == "abort"
+        self.totals.num_requests += 1
+        self.totals.num_aborted_requests += reason.type == "abort"
         completion.close(reason)
         self._progressed.append(completion)

@@ -21,7 +21,6 @@ from configs.schema.rollout import EngineConfig
 from models.engines.core import Completion, Deliver, EngineCore, EngineFacts, MemoryAccount, MemoryTag, nowhere
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.simulated.schedule import Schedule
-from models.errors import EngineServerError
 
 _UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens
 
@@ -53,7 +52,6 @@ class SimulatedEngine(EngineCore):
             eos_ids=frozenset({simulated.vocab_size - 1}),
         )
         super().__init__(facts, self.schedule)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
         self._updating = asyncio.Lock()
@@ -63,11 +61,10 @@ class SimulatedEngine(EngineCore):
 
     def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
         """Begin; there is no thread that could die, so `on_crash` is never called."""
-        self._loop = asyncio.get_running_loop()
         self._deliver = deliver
 
     async def stop(self) -> None:
-        if self._loop is not None and not self._stopped:
+        if not self._stopped:
             self._stopped = True
             self.schedule.cancel_all(self._now)
             self._pump()
@@ -146,9 +143,7 @@ class SimulatedEngine(EngineCore):
 
     @property
     def _now(self) -> float:
-        if self._loop is None:
-            raise EngineServerError("the simulated engine was not started; call start() in its event loop")
-        return self._loop.time()
+        return asyncio.get_running_loop().time()
 
     async def _drain(self) -> None:
         """Wait until nothing runs or the engine is paused; unblocked by the pump, which sees either first."""
@@ -158,11 +153,10 @@ class SimulatedEngine(EngineCore):
 
     def _pump(self) -> None:
         """Hand out what has ended or streams, and sleep until the next event or chunk."""
-        assert self._loop is not None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.schedule.advance(self._loop.time())
+        self.schedule.advance(self._now)
         progressed = [*self.schedule.take_chunks(), *self.schedule.take_finished()]
         if progressed:
             self._deliver(progressed)
@@ -170,4 +164,4 @@ class SimulatedEngine(EngineCore):
             self._drained.set()
         times = [time for time in (self.schedule.next_event(), self.schedule.next_chunk()) if time is not None]
         if times:
-            self._timer = self._loop.call_at(min(times), self._pump)
+            self._timer = asyncio.get_running_loop().call_at(min(times), self._pump)

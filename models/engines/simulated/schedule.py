@@ -185,7 +185,7 @@ class Schedule:
         """Steps until the membership changes: a request ends or enters, or the cache is full."""
         while self._ends and not self._alive(self._ends[0]):
             heapq.heappop(self._ends)
-        steps = self._ends[0][0] - self.totals.steps
+        steps = self._ends[0][0] - self.totals.engine_steps
         if self._waiting and self._fits(self._waiting[0]):
             steps = 1
         return max(1, min(steps, (self.config.kv_tokens - self._kv) // len(self._running)))
@@ -193,12 +193,12 @@ class Schedule:
     def _apply(self, steps: int, end: float) -> None:
         """Make `steps` steps that end at time `end`."""
         self.totals.busy_s += end - self._base
-        self.totals.steps += steps
-        self.totals.generated_tokens += steps * (len(self._running) - self._scoring)
+        self.totals.engine_steps += steps
+        self.totals.generation_tokens += steps * (len(self._running) - self._scoring)
         self._kv += steps * (len(self._running) - self._scoring)
         self._base = end
         self._first = self._step_s
-        while self._ends and self._ends[0][0] <= self.totals.steps:
+        while self._ends and self._ends[0][0] <= self.totals.engine_steps:
             entry = heapq.heappop(self._ends)
             if self._alive(entry):
                 job = entry[2]
@@ -250,7 +250,7 @@ class Schedule:
             self._kv += context
             completion.admitted_s = completion.admitted_s or now
             completion.mark_version(self.label, job.done)
-            job.since, job.order = self.totals.steps, next(self._orders)
+            job.since, job.order = self.totals.engine_steps, next(self._orders)
             self._running[id(completion)] = job
             if completion.stream:
                 self._streaming[id(completion)] = job
@@ -269,7 +269,7 @@ class Schedule:
 
     def _produced(self, job: _Job) -> int:
         running = self._running.get(id(job.completion)) is job and not job.scores
-        return job.done + (self.totals.steps - job.since if running else 0)
+        return job.done + (self.totals.engine_steps - job.since if running else 0)
 
     def _leave(self, job: _Job) -> None:
         """Take a running job out of the batch, and its tokens out of the cache and into its record."""
@@ -282,7 +282,7 @@ class Schedule:
     def _retract(self, job: _Job) -> None:
         self._leave(job)
         job.completion.retractions += 1
-        self.totals.retractions += 1
+        self.totals.num_retractions += 1
         self._waiting.appendleft(job)
         self._first = self._step_s
 
@@ -296,8 +296,8 @@ class Schedule:
         self._writer.write(completion, job.done, reason)
         if self.prefix_cache and job.done:
             self._prefixes.remember(completion)
-        self.totals.finished += 1
-        self.totals.aborted += reason.type == "abort"
+        self.totals.num_requests += 1
+        self.totals.num_aborted_requests += reason.type == "abort"
         completion.close(reason)
         self._finished.append(completion)
 

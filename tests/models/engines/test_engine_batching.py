@@ -33,7 +33,7 @@ def test_n_samples_compute_their_prompt_once(bench: Bench) -> None:
     bench.run(bench.make(list(range(1, 21)), n=8, max_new_tokens=3))
     totals = bench.stepper.totals
     assert (totals.prompt_tokens, totals.computed_prompt_tokens, totals.cached_tokens) == (160, 20, 7 * 19)
-    assert totals.generated_tokens == 24
+    assert totals.generation_tokens == 24
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

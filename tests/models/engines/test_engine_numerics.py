@@ -195,7 +195,7 @@ def test_a_simulated_scoring_takes_a_step_with_its_prefill_and_makes_no_token() 
     assert scoring.finish is None
     timed.advance(0.112)
     assert timed.take_finished() == [scoring]
-    assert (timed.running, timed.used_tokens, timed.totals.generated_tokens) == (0, 0, 0)
+    assert (timed.running, timed.used_tokens, timed.totals.generation_tokens) == (0, 0, 0)
     assert (scoring.finish.type, scoring.finish.length) == ("length", 0)
     values = simulated_scores(scoring.prompt, 10, "some/model", 256)
     assert scoring.prompt_log_probs == [None, *values.tolist()]
@@ -246,7 +246,7 @@ def test_simulated_scorings_among_generations_keep_the_books(
     assert {id(one) for one in timed.take_finished()} == {id(one) for one in made}
     for one, (length, new, _) in zip(made, jobs, strict=True):
         assert (len(one.output_ids), len(one.prompt_log_probs)) == (new, length)
-    assert timed.totals.generated_tokens == sum(new for _, new, _ in jobs)
+    assert timed.totals.generation_tokens == sum(new for _, new, _ in jobs)
     assert (timed.used_tokens, timed.running, timed.waiting) == (0, 0, 0)
 
 

@@ -145,7 +145,7 @@ async def test_an_engine_and_a_worker_lost_in_mid_conversation(
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         sent = [exchange.partial for exchange in exchanges if exchange.url == world.proxies[0].url]
-        generated = world.engines[0].core.totals().generated_tokens
+        generated = world.engines[0].core.totals().generation_tokens
         await until(lambda: sum(partial.tokens for partial in sent if partial is not None) == generated)
         world.proxies[0].kill()
         world.lose(0)

@@ -255,7 +255,7 @@ async def test_a_client_or_a_session_that_goes_away_ends_its_requests(tmp_path: 
             await begun()
             task.cancel()
         await until(lambda: not core.schedule.running)
-        assert core.totals().aborted == 1
+        assert core.totals().num_aborted_requests == 1
         assert rig.place.session.samples() == ()
         assert rig.place.session.started == 1
         async with asyncio.TaskGroup() as tasks:
