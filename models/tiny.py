@@ -74,7 +74,7 @@ class TinyRecipe(Struct, frozen=True, kw_only=True):
     initializer_range: float = 0.02
     format_version: int = 2
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise `TinyCheckpointError` for a shape that no attention layer can have."""
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             raise TinyCheckpointError(
@@ -96,7 +96,6 @@ def make_tiny_checkpoint(directory: Path, recipe: TinyRecipe = TinyRecipe()) -> 
 
     Raises `TinyCheckpointError` if the shape is impossible or if `directory` holds something else.
     """
-    recipe.check()
     if directory.is_dir() and not any(directory.iterdir()):
         directory.rmdir()  # an empty directory, e.g. one made by the caller, is no checkpoint and no conflict
     if directory.exists():

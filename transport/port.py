@@ -271,17 +271,13 @@ class PeerPort(CorePort, Generic[C]):
         if fault is not None:
             raise fault
 
-    async def left(self) -> None:
-        """Wait for the end of the goodbye. Unblocked by FINACK; the caller bounds it."""
-        self.link.wake()
-        await self._left.wait()
-
     async def leave(self, timeout_s: float) -> None:
         """Send the goodbye that the core has ready, wait `timeout_s` at most for its answer, and shut."""
         self.flush(self.now())
+        self.link.wake()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.left()
+                await self._left.wait()
         self.shut(1000)
 
     def core_timer(self, now: float) -> None:

@@ -10,6 +10,7 @@ command line or the environment.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -86,12 +87,9 @@ def _parse_ipc(text: str, place: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def check_exposure(address: Address, *, keys: bool, binding: bool) -> None:

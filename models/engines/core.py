@@ -104,16 +104,16 @@ ABORTED = FinishReason(type="abort", message="Aborted")
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Constants of an engine while it serves. Lengths and counts in tokens."""
+    """Constants of an engine while it serves, under SGLang's names. Lengths and counts in tokens."""
 
     engine: str
     model_path: str
     model_type: str
-    architecture: str
+    architectures: tuple[str, ...]
     vocab_size: int
     context_length: int
-    slots: int
-    kv_tokens: int
+    max_running_requests: int
+    max_total_num_tokens: int
     device: str
     dtype: str
     eos_ids: frozenset[int]
@@ -260,9 +260,9 @@ class EngineCore(Protocol):
             num_running_reqs=now.running,
             num_waiting_reqs=now.waiting,
             num_used_tokens=now.used_tokens,
-            max_total_num_tokens=facts.kv_tokens,
-            max_running_requests=facts.slots,
-            token_usage=now.used_tokens / facts.kv_tokens,
+            max_total_num_tokens=facts.max_total_num_tokens,
+            max_running_requests=facts.max_running_requests,
+            token_usage=now.used_tokens / facts.max_total_num_tokens,
             cache_hit_rate=now.totals.cache_hit_rate,
             busy_s=now.totals.busy_s,
         )

@@ -172,37 +172,28 @@ class EngineApp:
         return web.Response(status=503 if self._core.paused or self.failure is not None else 200)
 
     async def _model_info(self, http: web.Request) -> web.Response:
-        facts = self._core.facts
-        path = self._control.model_path
-        return send(
-            ModelInfo(
-                model_path=path,
-                served_model_name=path,
-                tokenizer_path=facts.model_path,
-                weight_version=self._core.label,
-                load_format="auto",
-                model_type=facts.model_type,
-                architectures=[facts.architecture],
-                vocab_size=facts.vocab_size,
-            )
-        )
+        info = msgspec.convert(self._core.facts, ModelInfo, from_attributes=True)
+        path, label = self._control.model_path, self._core.label
+        own = {
+            "model_path": path,
+            "served_model_name": path,
+            "tokenizer_path": info.model_path,
+            "weight_version": label,
+        }
+        return send(msgspec.structs.replace(info, load_format="auto", **own))
 
     async def _server_info(self, http: web.Request) -> web.Response:
-        facts = self._core.facts
-        info = ServerInfo(
-            version=f"{EXPECTED_SGLANG}+{facts.engine}",
-            model_path=self._control.model_path,
-            served_model_name=self._control.model_path,
-            device=facts.device,
-            dtype=facts.dtype,
-            context_length=facts.context_length,
-            max_running_requests=facts.slots,
-            max_total_num_tokens=facts.kv_tokens,
-            stream_interval=self._how.stream_interval,
-            incremental_streaming_output=self._how.incremental_streaming_output,
-        )
-        states = [self._core.totals().metrics()]
-        return send({**msgspec.structs.asdict(info), "internal_states": states, "pid": os.getpid()})
+        facts = msgspec.convert(self._core.facts, ServerInfo, from_attributes=True)
+        own = {
+            "version": f"{EXPECTED_SGLANG}+{self._core.facts.engine}",
+            "model_path": self._control.model_path,
+            "served_model_name": self._control.model_path,
+            "stream_interval": self._how.stream_interval,
+            "incremental_streaming_output": self._how.incremental_streaming_output,
+            "internal_states": [self._core.totals().metrics()],
+            "pid": os.getpid(),
+        }
+        return send({**msgspec.structs.asdict(facts), **own})
 
     async def _models(self, http: web.Request) -> web.Response:
         entry = {
