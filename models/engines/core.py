@@ -54,7 +54,6 @@ class MemoryAccount:
     def __init__(self) -> None:
         self.away: set[MemoryTag] = set()
         self.unloaded = False  # the weights are undefined
-        self.releases = 0
 
     def release(self, tags: Iterable[MemoryTag], *, paused: bool, running: int) -> frozenset[MemoryTag]:
         """Record a release; return the newly released tags. Raises RequestRefused, with nothing recorded."""
@@ -66,7 +65,6 @@ class MemoryAccount:
         news = frozenset(tags) - self.away
         self.away |= news
         self.unloaded |= "weights" in news
-        self.releases += bool(news)
         return news
 
     def resume(self, tags: Iterable[MemoryTag]) -> frozenset[MemoryTag]:

@@ -202,7 +202,9 @@ async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 def _words(body: bytes) -> str:
     """The text of a refusal, in any of the protocol's shapes."""
     try:
-        return msgspec.json.decode(body, type=ErrorBody).words or body[:500].decode(errors="replace")
+        refusal = msgspec.json.decode(body, type=ErrorBody)
+        words = error_words(refusal.error) if refusal.error is not None else refusal.message
+        return words or body[:500].decode(errors="replace")
     except UNDECODABLE:
         return body[:500].decode(errors="replace")
 

@@ -314,11 +314,6 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
     error: str | ErrorDetail | None = None
     message: str = ""
 
-    @property
-    def words(self) -> str:
-        """The reason that the server gives."""
-        return error_words(self.error) if self.error is not None else self.message
-
 
 def error_words(error: ErrorDetail | str) -> str:
     """The text of an `error`, in either shape."""

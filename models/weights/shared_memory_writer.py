@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -153,7 +153,8 @@ class SlotWriter:
         slot.begin()
         seen: set[str] = set()
         coarsest = 8
-        with _no_gradients(), ThreadPoolExecutor(1, "digest") as thread:
+        torch = sys.modules.get("torch")  # without it there is nothing to compute, and no graph of it
+        with torch.no_grad() if torch else nullcontext(), ThreadPoolExecutor(1, "digest") as thread:
             digests = _Digests(slot, thread)
             for name, tensor in tensors:
                 if name in self._tied:
@@ -191,12 +192,6 @@ class SlotWriter:
                     "slots into a directory on disk"
                 ) from error
             raise
-
-
-def _no_gradients() -> AbstractContextManager[object]:
-    """No autograd graph for the tensors of an export. Without torch there is nothing to compute."""
-    torch = sys.modules.get("torch")
-    return nullcontext() if torch is None else torch.no_grad()
 
 
 def _place(slot: _Slot, name: str, tensor: torch.Tensor | StoredTensor, seen: set[str], version: int) -> TensorRange:

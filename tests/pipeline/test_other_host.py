@@ -29,7 +29,8 @@ from pipeline.hosts.weights_source import SOURCE, FetchedWeights, OfferedWeights
 from pipeline.record.journal import Audit, audit
 from stages.messages import RolloutSlice, WeightsAnnouncement
 from tests.models.weights.made_up import checkpoint, values
-from transport import AddressRefused, ByteServer, LinkError, LinkRefused, Node
+from transport import ByteServer, Node
+from transport.errors import AddressRefused, LinkError, LinkRefused
 from transport.security import create_keys, load_security
 
 

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from tests.stages.stage_rig import idle, make_group, make_sample
 from tests.transport.memory_link import take_one
-from transport import ChainLink, EntryInlet, MessageInvalid, UsageError
+from transport import ChainLink, EntryInlet
+from transport.errors import MessageInvalid, UsageError
 from transport.stream import LeaseHandle
 
 

@@ -15,8 +15,18 @@ import zmq
 from tests.transport.conformance_streams import ContentConformance, DepartureConformance, StreamConformance
 from tests.transport.conformance_topics import ByteConformance, TopicConformance
 from tests.transport.memory_link import MemoryNetwork, MemoryNode, Net, ignore, take_one, until
-from transport import DeadLetter, LinkLost, LinkRefused, Node, Security, StreamSpec, zmq_link
-from transport.security import KEY_MARK, SERVER, add_client, create_keys, load_security, parse_address, with_serving_key
+from transport import DeadLetter, Node, StreamSpec, zmq_link
+from transport.errors import LinkLost, LinkRefused
+from transport.security import (
+    KEY_MARK,
+    SERVER,
+    Security,
+    add_client,
+    create_keys,
+    load_security,
+    parse_address,
+    with_serving_key,
+)
 from transport.zmq_link import ZmqLink
 
 

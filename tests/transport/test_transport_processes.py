@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.transport.memory_link import ignore, take_one, until
-from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec, awake_clock
+from transport import DeadLetter, Hub, Inlet, Node, StreamSpec, awake_clock
 from transport.awake import AwakeClock
+from transport.errors import LinkLost
 
 WORKER = Path(__file__).with_name("transport_worker.py")
 

@@ -17,10 +17,20 @@ import pytest
 import zmq
 
 from tests.transport.memory_link import Extra, ignore, take_one, until
-from transport import BlobGone, DeadLetter, Hub, MessageTooLarge, Node, StreamSpec, UsageError, wire, zmq_link
+from transport import DeadLetter, Hub, Node, StreamSpec, wire, zmq_link
 from transport import stream as stream_port
 from transport.codec import Codec
-from transport.errors import AddressInUse, AddressInvalid, AddressRefused, LinkLost, LinkRefused, MessageInvalid
+from transport.errors import (
+    AddressInUse,
+    AddressInvalid,
+    AddressRefused,
+    BlobGone,
+    LinkLost,
+    LinkRefused,
+    MessageInvalid,
+    MessageTooLarge,
+    UsageError,
+)
 from transport.security import Security, SecurityError, add_client, create_keys, load_security, parse_address, zap_reply
 from transport.topic import VALUE_LIMIT, check_entry
 from transport.wire import KEY_LIMIT, Hello, Put, Report

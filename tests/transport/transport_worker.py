@@ -8,7 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transport import LinkLost, Node
+from transport import Node
+from transport.errors import LinkLost
 
 
 async def work(jobs: str, results: str, replica: str, work_s: float) -> None:

@@ -281,21 +281,17 @@ class HubCore:
             return
         self.schema = self.schema or (hello.schema, hello.schema_hash)
         silent_at = now + self.spec.lease_s
+        about = (route, hello.replica, hello.incarnation, silent_at)
         peer: ProducerPeer | ConsumerPeer | None
         if hello.role == "producer":
             peer = self.producers.get(hello.incarnation) or self._departed.pop(hello.incarnation, None)
-            if peer is None:
-                seqs = SeqWindow(hello.low_seq)
-                session = next(self._sessions)
-                peer = ProducerPeer(route, hello.replica, hello.incarnation, silent_at, session, seqs=seqs)
+            peer = peer or ProducerPeer(*about, next(self._sessions), seqs=SeqWindow(hello.low_seq))
             self.producers[hello.incarnation] = peer
             peer.limit_items, peer.limit_bytes = limits = self._limits(peer)
             sent = (peer.used_items, peer.used_bytes)
         else:
-            peer = self.consumers.get(hello.incarnation)
-            if peer is None:
-                peer = ConsumerPeer(route, hello.replica, hello.incarnation, silent_at, next(self._sessions))
-                self.consumers[hello.incarnation] = peer
+            peer = self.consumers.get(hello.incarnation) or ConsumerPeer(*about, next(self._sessions))
+            self.consumers[hello.incarnation] = peer
             peer.end_sent = False
             limits = (0, 0)
             sent = (peer.credit.sent_items, peer.credit.sent_bytes)
@@ -308,8 +304,8 @@ class HubCore:
         peer.silent_at = silent_at
         self._note(silent_at)
         low = peer.seqs.low if isinstance(peer, ProducerPeer) else 1
-        about = (self.epoch, peer.session, self.spec.lease_s, self.spec.max_message_bytes)
-        self._out.append(Send(route, wire.Welcome(*about, *limits, *sent, low)))
+        bounds = (self.spec.lease_s, self.spec.max_message_bytes)
+        self._out.append(Send(route, wire.Welcome(self.epoch, peer.session, *bounds, *limits, *sent, low)))
 
     def _leave(self, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
         """Forget a peer; its items are delivered to other consumers, and blamed if they had been started."""

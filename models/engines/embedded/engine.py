@@ -192,7 +192,7 @@ class EmbeddedEngine(EngineCore):
             self._weights.free()
         if self.facts.device.startswith("cuda"):
             torch.cuda.empty_cache()  # else the memory stays with this process
-        self.stepper.totals.memory_releases = self._memory.releases
+        self.stepper.totals.memory_releases += bool(news)
 
     def _send(self, command: Callable[[], None]) -> bool:
         """Queue a command for the worker; False if it will never run."""

@@ -131,7 +131,7 @@ class SimulatedEngine(EngineCore):
         self.schedule.advance(self._now)
         if self._memory.release(tags, paused=self.schedule.paused, running=self.schedule.running):
             self.schedule.flush()
-        self.schedule.totals.memory_releases = self._memory.releases
+            self.schedule.totals.memory_releases += 1
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         self._memory.resume(tags)
