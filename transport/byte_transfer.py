@@ -106,7 +106,7 @@ class ByteClient(CorePort):
 
     def __init__(self, run_id: str, address: str, *, give_up_s: float | None) -> None:
         super().__init__()
-        self.address, self.give_up_s = address, give_up_s
+        self.address, self.give_up_s, self.timed = address, give_up_s, self
         self._run_id = run_id
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[ByteRequest, asyncio.Future[tuple[ByteChunk, Buffer]]]] = {}  # without an answer
@@ -166,12 +166,12 @@ class ByteClient(CorePort):
             if (fault := self._fault(now, request.name)) is not None and not answer.done():
                 answer.set_exception(fault)
 
-    def core_timer(self, now: float) -> None:
+    def on_timer(self, now: float) -> None:
         if now - self._requested_at >= RETRY_S:
             self._requested_at = now
             self._ask_again()
 
-    def core_deadline(self) -> float | None:
+    def deadline(self) -> float | None:
         if not self._asked:
             return None
         again = self._requested_at + RETRY_S

@@ -50,7 +50,8 @@ class ZmqFabric:
         socket = new_socket(self._context, zmq.ROUTER, address, 2 * max_message_bytes + HEADER_LIMIT)
         pair = None
         if self._security is not None and address.scheme == "tcp":
-            pair = self._security.binds_with
+            owns_server_key = self._security.own.public == self._security.server_public
+            pair = self._security.own if owns_server_key else self._security.serving
             if pair is None:
                 socket.close(0)
                 raise SecurityError(

@@ -14,7 +14,7 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import zmq
 
@@ -95,10 +95,18 @@ def body_buffer(body: Body) -> Buffer:
     return body_frames(body)[0]
 
 
+class Timed(Protocol):
+    """What has a timer, by the clock of the port."""
+
+    def on_timer(self, now: float) -> None: ...
+    def deadline(self) -> float | None: ...
+
+
 class CorePort(ABC):
     """Drives one core with the clock of the time awake. The timer only wakes the owner task, which does the rest."""
 
     link: Link
+    timed: Timed | None = None  # topic and byte servers have none: their clients ask again
 
     def __init__(self) -> None:
         self.address = ""  # where peers connect, or where this one does
@@ -126,9 +134,8 @@ class CorePort(ABC):
     def on_step(self) -> None:
         """Everything that had arrived was handed over: run due timers and send what is due."""
         now = self.now()
-        deadline = self.core_deadline()
-        if deadline is not None and deadline <= now:
-            self.core_timer(now)
+        if self.timed is not None and (deadline := self.timed.deadline()) is not None and deadline <= now:
+            self.timed.on_timer(now)
         self.flush(now)
         self.arm()
 
@@ -149,7 +156,7 @@ class CorePort(ABC):
 
     def arm(self) -> None:
         """Plan the next wake-up; an earlier one that is planned already will do."""
-        deadline = None if self.closed else self.core_deadline()
+        deadline = None if self.closed or self.timed is None else self.timed.deadline()
         if deadline is None:
             return
         if self._timer is not None:
@@ -180,12 +187,6 @@ class CorePort(ABC):
     def flush(self, now: float) -> None:
         """Send what the core has due, and wake local waiters."""
 
-    def core_timer(self, now: float) -> None:  # noqa: B027
-        """What the core does at its deadline. Topic and byte servers have none: their clients ask again."""
-
-    def core_deadline(self) -> float | None:
-        return None
-
 
 class PeerPort(CorePort, Generic[C]):
     """A port whose core has a session with a hub or topic server."""
@@ -195,7 +196,7 @@ class PeerPort(CorePort, Generic[C]):
         self.address = address
         self.name = name  # for messages: "inlet of stream 'x'"
         self.core = core
-        self.session = core.session
+        self.session = self.timed = core.session
         self._opened = asyncio.Event()
         self._left = asyncio.Event()
         self._promises: dict[Hashable, asyncio.Future[None]] = {}  # of the hub, which a task waits for
@@ -279,9 +280,3 @@ class PeerPort(CorePort, Generic[C]):
             async with asyncio.timeout(timeout_s):
                 await self._left.wait()
         self.shut(1000)
-
-    def core_timer(self, now: float) -> None:
-        self.session.on_timer(now)
-
-    def core_deadline(self) -> float | None:
-        return self.session.deadline()

@@ -166,10 +166,6 @@ class Security(msgspec.Struct, frozen=True):
     # Clients that such a node admits now: the name of each public key.
     admitted: Callable[[], Mapping[str, str]] | None = None
 
-    @property
-    def binds_with(self) -> KeyPair | None:
-        return self.own if self.own.public == self.server_public else self.serving
-
     def clients(self) -> Mapping[str, str]:
         """Who may connect now: the name of each public key."""
         if self.admitted is not None:

@@ -208,7 +208,7 @@ class Hub(CorePort):
 
     def __init__(self, core: HubCore, on_dead_letter: Callable[[DeadLetter], None]) -> None:
         super().__init__()
-        self.core = core
+        self.core = self.timed = core
         self._on_dead_letter = on_dead_letter
         self._empty = asyncio.Event()
         self._peerless = asyncio.Event()
@@ -275,12 +275,6 @@ class Hub(CorePort):
             self._empty.set()
         if self.core.closing and self.core.peerless:
             self._peerless.set()
-
-    def core_timer(self, now: float) -> None:
-        self.core.on_timer(now)
-
-    def core_deadline(self) -> float | None:
-        return self.core.deadline()
 
     def _send_all(self, now: float, out: list[Send]) -> None:
         for route, message, body in out:

@@ -162,28 +162,24 @@ class WeightGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._joined: Any = None
         try:
-            self._store: Any = self._listen(host)
+            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            self.port = int(listener.getsockname()[1])
+            # Not waiting for workers: the engine's ranks join only once they know this port.
+            self._store: Any = dist.TCPStore(
+                host,
+                self.port,
+                world_size,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.fileno(),
+                use_libuv=True,
+            )
+            listener.detach()  # the store owns the descriptor now
         except (RuntimeError, OSError) as error:
             raise GroupError(
                 f"weight group {name} cannot listen on {host} ({first_line(error)}); is it an address of this machine?"
             ) from error
-
-    def _listen(self, host: str) -> Any:
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.port = int(listener.getsockname()[1])
-        # Not waiting for workers: the engine's ranks join only once they know this port.
-        store = dist.TCPStore(
-            host,
-            self.port,
-            self.world_size,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-            use_libuv=True,
-        )
-        listener.detach()  # the store owns the descriptor now
-        return store
 
     def join(self) -> None:
         """Meet the engine's ranks. Waits for them; unblocked by the last one, or by the time limit: GroupError."""

@@ -40,7 +40,8 @@ def simulated_tokens(
     `noise.sample_seed(s, i)`. The last token of a response that ended by itself is not drawn: it is the request's first
     stop token id, else `vocab_size - 1`.
     """
-    return (uniforms(_stream(key, seed, version), positions) * (vocab_size - 1)).astype(np.int32)
+    stream = mix(mix(xxhash.xxh3_64_intdigest(key) ^ mix(seed)) ^ xxhash.xxh3_64_intdigest(version.encode()))
+    return (uniforms(stream, positions) * (vocab_size - 1)).astype(np.int32)
 
 
 def simulated_length(config: SimulatedEngineConfig, seed: int) -> int:
@@ -69,10 +70,6 @@ def simulated_scores(
     pairs = (ids[first - 1 : -1] << 32) ^ ids[first:]
     noise = uniforms(xxhash.xxh3_64_intdigest(model_path.encode()), pairs ^ (positions << 20))
     return simulated_log_prob(vocab_size) - noise
-
-
-def _stream(key: bytes, seed: int, version: str) -> int:
-    return mix(mix(xxhash.xxh3_64_intdigest(key) ^ mix(seed)) ^ xxhash.xxh3_64_intdigest(version.encode()))
 
 
 _REMEMBERED: Final = 65_536  # aborted responses whose rest is kept in mind
