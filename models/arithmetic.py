@@ -21,9 +21,8 @@ Invariants: no torch; train and held-out rows are disjoint; equal arguments give
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -39,8 +38,7 @@ TOOL_CLOSE: Final = "]"
 EOS: Final = "\n"
 
 
-@dataclass(frozen=True)
-class ArithmeticFiles:
+class ArithmeticFiles(NamedTuple):
     """The two JSONL files of one data set."""
 
     train: Path

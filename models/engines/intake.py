@@ -114,7 +114,11 @@ class Intake:
         self, request: GenerateRequest, rid: str, prompt: list[int], params: SamplingParams
     ) -> list[Completion]:
         self._check_params(params)
-        self._check_ids(prompt)
+        size = self._facts.vocab_size
+        if (bad := unknown_id(prompt, size)) is not None:
+            raise RequestRefused(
+                f"The input_ids contain {bad}, outside the vocabulary of {size} tokens (ids 0 to {size - 1})."
+            )
         max_new = self._budget(len(prompt), params)
         ids = np.asarray(prompt, dtype=np.int32)
         key = ids.tobytes()
@@ -173,13 +177,6 @@ class Intake:
             check_params(params)
         except ValueError as error:
             raise RequestRefused(str(error)) from error
-
-    def _check_ids(self, prompt: list[int]) -> None:
-        size = self._facts.vocab_size
-        if (bad := unknown_id(prompt, size)) is not None:
-            raise RequestRefused(
-                f"The input_ids contain {bad}, outside the vocabulary of {size} tokens (ids 0 to {size - 1})."
-            )
 
     def _budget(self, prompt_tokens: int, params: SamplingParams) -> int:
         limit = self._facts.context_length

@@ -74,10 +74,6 @@ class StoredTensor(Struct, frozen=True):
     spec: TensorSpec
     data: bytes
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.spec.shape
-
 
 class _HeaderEntry(Struct):
     dtype: str

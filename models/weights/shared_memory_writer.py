@@ -202,9 +202,10 @@ def _place(slot: _Slot, name: str, tensor: torch.Tensor | StoredTensor, seen: se
         raise LayoutMismatch(
             f"tensor {name!r} of version {version} {problem}; export each name of the source checkpoint once"
         )
-    if tuple(tensor.shape) != place.spec.shape:
+    shape = tensor.spec.shape if isinstance(tensor, StoredTensor) else tuple(tensor.shape)
+    if shape != place.spec.shape:
         raise LayoutMismatch(
-            f"tensor {name!r} of version {version} has shape {tuple(tensor.shape)}, the slot was laid out for "
+            f"tensor {name!r} of version {version} has shape {shape}, the slot was laid out for "
             f"{place.spec.shape}; export whole tensors in Hugging Face shapes"
         )
     if isinstance(tensor, StoredTensor) and tensor.spec.dtype != place.spec.dtype:

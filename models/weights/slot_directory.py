@@ -162,8 +162,6 @@ def remove_if_stale(directory: Path) -> bool:
 
 def remove_stale(root: Path = SHARED_MEMORY) -> list[Path]:
     """Remove the slot directories that dead runs left in `root`; return the removed ones."""
-    if not root.is_dir():
-        return []
     found = sorted([*root.glob(f"{PREFIX}*"), *_abandoned_drafts(root)])
     return [directory for directory in found if remove_if_stale(directory)]
 

@@ -94,16 +94,12 @@ def base_environment(installed: Installed) -> dict[str, str]:
     }
     if not installed.cuda:
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SHIMS)}
-    return env | _no_proxy()
-
-
-def _no_proxy() -> dict[str, str]:
-    """SGLang sends HTTP requests to itself at its start; a proxy of this machine must not get them."""
-    if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
-        return {}
-    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    hosts = ",".join(filter(None, [known, LOOPBACK, "localhost", platform.node()]))
-    return {"no_proxy": hosts, "NO_PROXY": hosts}
+    if any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
+        # SGLang sends HTTP requests to itself at its start; a proxy of this machine must not get them.
+        known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        hosts = ",".join(filter(None, [known, LOOPBACK, "localhost", platform.node()]))
+        env |= {"no_proxy": hosts, "NO_PROXY": hosts}
+    return env
 
 
 # --------------------------------------------------------------------------------------------------

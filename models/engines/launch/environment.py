@@ -140,9 +140,13 @@ def _ask(python: Path, places: Mapping[Part, Path]) -> dict[Part, _Options]:
 
 def _run(python: Path, arguments: Sequence[str], timeout_s: float) -> bytes:
     """Run inside.py under that interpreter; return its output."""
+    # Without the path of this project, whose packages must not mix with the environment's. Bytecode is written once,
+    # and read at every start.
+    own = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    env = {**own, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     try:
         done = subprocess.run(
-            [python, _INSIDE, *arguments], capture_output=True, timeout=timeout_s, env=_environment(), check=False
+            [python, _INSIDE, *arguments], capture_output=True, timeout=timeout_s, env=env, check=False
         )
     except OSError as error:
         raise EnvironmentMissing(f"{python} cannot be run ({error.strerror}); {CURE}") from error
@@ -158,15 +162,6 @@ def _run(python: Path, arguments: Sequence[str], timeout_s: float) -> bytes:
             f"the environment of {python} does not import: {why}; make it again with `make sglang-env`"
         )
     return done.stdout
-
-
-def _environment() -> dict[str, str]:
-    """Without the path of this project, whose packages must not mix with the environment's."""
-    return {
-        **{name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "",  # bytecode is written once, and read at every start
-    }
 
 
 def _place(cache: Path | None, python: Path, found: _Versions, part: Part) -> Path:
