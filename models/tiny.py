@@ -72,7 +72,7 @@ class TinyRecipe(Struct, frozen=True, kw_only=True):
     max_position_embeddings: int = 1024
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
-    format_version: int = 2
+    format_version: Literal[2] = 2
 
     def __post_init__(self) -> None:
         """Raise `TinyCheckpointError` for a shape that no attention layer can have."""
