@@ -36,8 +36,7 @@ from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import Placement, stream_spec
 from pipeline.hosts.launcher import Launcher, at_most
-from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, make_keys, publish_files
-from pipeline.hosts.weights_source import SOURCE
+from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, SOURCE, make_keys, publish_files
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder

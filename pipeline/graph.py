@@ -200,17 +200,11 @@ class Placement:
 
     def replica(self, node: Node, index: int, count: int) -> ReplicaSpec:
         """The specification of one replica among `count`."""
+        inlets = {name: self._inlet(stream, node) for name, stream in self.graph.inlets(node.name).items()}
+        outlets = {name: self.outlet(stream) for name, stream in self.graph.outlets(node.name).items()}
         return ReplicaSpec(
-            stage=node.name,
-            replica=f"{node.name}-{index}",
-            path=node.path,
-            index=index,
-            replicas=count,
-            concurrency=node.concurrency,
-            run_dir=str(self.rundir.path),
-            inlets={name: self._inlet(stream, node) for name, stream in self.graph.inlets(node.name).items()},
-            outlets={name: self.outlet(stream) for name, stream in self.graph.outlets(node.name).items()},
-            loops=self.graph.loops if node.name == "generate" else (),
+            *(node.name, f"{node.name}-{index}", node.path, index, count, node.concurrency, str(self.rundir.path)),
+            *(inlets, outlets, self.graph.loops if node.name == "generate" else ()),
             options=node.options,
             built_in=self.built_in.get(node.name),
             run_generation=self.run_generation,

@@ -26,13 +26,13 @@ from configs.plan.goodput import choose_ahead, chosen_line
 from configs.rules.validate import checked
 from configs.schema import Config
 from configs.schema.notation import cure
+from models.errors import UserFault
 from models.fault_injection import FAULTS_FILE, InjectedFault, noted
 from pipeline.control.autoscale import Adviser
 from pipeline.control.endpoint import Command, Drain, Kill, Pause, Reply, Resume, Save, Scale, Set, Status
 from pipeline.control.monitor import Monitor, RunParts
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from stages.errors import FilterNameError
 from stages.group.filters import parse_filters
 from stages.topic_values import SETTINGS, Sampling, Settings, write_settings
 from stages.train.checkpoints import SAVE
@@ -81,7 +81,7 @@ class RunControl:
                 return Reply(True, done)
             except ConfigError as error:
                 return Reply(False, tuple(error.faults))
-            except UsageError as error:
+            except (UsageError, UserFault) as error:
                 return Reply(False, (str(error),))
 
     async def autoscale(self) -> None:
@@ -264,7 +264,7 @@ def keep(rundir: RunDir, config: Config, running: Config) -> None:
 
 def with_settings(rundir: RunDir, changes: Mapping[str, str], running: Config) -> tuple[Config, dict[str, object]]:
     """The changed configuration, and the settings that differ by their key. `running`: with which the processes were
-    started. Raises ConfigError or UsageError."""
+    started. Raises ConfigError, UsageError or FilterNameError."""
     names = {name: _name(name) for name in changes}
     given: list[str] = []
     for name, value in changes.items():
@@ -308,10 +308,7 @@ def _check_filters(before: Config, after: Config) -> None:
             f"dynamic_sampling_filter is {' '.join(old) or 'empty'}: of filters that are there the numbers can be "
             "changed, not which there are; name the same ones, or resume the run with others"
         )
-    try:
-        parse_filters(new)
-    except FilterNameError as error:
-        raise UsageError(str(error)) from None
+    parse_filters(new)
 
 
 def _check_sampling(config: Config, changed: AbstractSet[str]) -> None:

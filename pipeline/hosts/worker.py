@@ -41,8 +41,16 @@ from pipeline.facts.stats import CPU, QUEUED, STATS_PREFIX, StageStats
 from pipeline.facts.trace import TraceWriter
 from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.machine import collect_less, cpu_seconds
-from pipeline.hosts.rendezvous import Entry, from_command, read, retire_key, settled, trainers_place
-from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
+from pipeline.hosts.rendezvous import (
+    Entry,
+    FetchedWeights,
+    OfferedWeights,
+    from_command,
+    read,
+    retire_key,
+    settled,
+    trainers_place,
+)
 from stages.base import Stage, StageContext, StageOptions, TrainOptions, beside
 from stages.ports import Inlet as StageInlet
 from stages.ports import Lease, Ports, wait_value
@@ -217,18 +225,9 @@ def _stats(stage: Stage, spec: ReplicaSpec, place: Place) -> bytes:
     own = {} if stage.config.run.runner == "inprocess" else {CPU: cpu_seconds(os.getpid())}
     own |= {QUEUED: float(place.before.queued)} if place.before is not None else {}
     stats = StageStats(
-        stage=spec.stage,
-        replica=spec.replica,
-        unix_s=time.time(),
-        busy_s=seconds["busy"],
-        starved_s=seconds["starved"],
-        blocked_s=seconds["blocked"],
-        stalled_s=seconds["stalled"],
-        items_in=activity.items_in,
-        items_out=activity.items_out,
-        failures=activity.failures,
-        tokens=activity.tokens,
-        in_flight=activity.in_flight,
+        *(spec.stage, spec.replica, time.time()),
+        *(seconds["busy"], seconds["starved"], seconds["blocked"], seconds["stalled"]),
+        *(activity.items_in, activity.items_out, activity.failures, activity.tokens, activity.in_flight),
         extra={**activity.extra, **own},
         held=place.before.held(HELD_S) if place.before is not None else {},
     )

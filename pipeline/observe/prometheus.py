@@ -149,6 +149,7 @@ def families(facts: Facts) -> list[Family]:
     """The run's own figures. Shares of a stage are of its replicas' time in the last 15 seconds; figures of the engines
     that generate stand beside their own metrics."""
     run, share = facts.run, "Share of its replicas' time in the last 15 seconds, by state."
+    aged = "Trained tokens by age, in versions."
     scores = [(dataset, score) for dataset, (_, score) in run.evals.items()]
     versions = [(dataset, version) for dataset, (version, _) in run.evals.items()]
     ended = [(outcome, getattr(run.ledger, outcome)) for outcome in OUTCOMES]
@@ -182,13 +183,7 @@ def families(facts: Facts) -> list[Family]:
         single("sluice_staleness_mean_versions", "gauge", "Of all trained tokens.", run.staleness_mean),
         single("sluice_staleness_max_versions", "gauge", "Of all trained tokens.", run.staleness_max),
         single("sluice_staleness_bound_versions", "gauge", "No older token is trained.", run.staleness_bound),
-        by(
-            "staleness",
-            "sluice_trained_tokens_by_staleness_total",
-            "counter",
-            "Trained tokens by age, in versions.",
-            ages,
-        ),
+        by("staleness", "sluice_trained_tokens_by_staleness_total", "counter", aged, ages),
         times,
         *(
             by("stage", *head, [(r.stage, getattr(r, name)) for r in run.stages])

@@ -58,12 +58,9 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         "samples": rundir.path / SAMPLES_FILE,
         "summary": rundir.summary,
     }
-    text = closing_text(
-        summary,
-        {name: path for name, path in places.items() if path is not None and path.exists()},
-        rundir.tensorboard if config.observe.use_tensorboard else None,
-        f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
-    )
+    made = {name: path for name, path in places.items() if path is not None and path.exists()}
+    resume = f"python launch.py --resume {rundir.path}" if reason != "finished" else None
+    text = closing_text(summary, made, rundir.tensorboard if config.observe.use_tensorboard else None, resume)
     sys.stdout.write(f"{visible(text)}\n")
     said(visible(text))
     return summary

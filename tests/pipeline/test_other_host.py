@@ -24,8 +24,8 @@ import pipeline.run
 from models.errors import TornWeights, WeightsError
 from models.weights.shared_memory_reader import SlotReader
 from models.weights.shared_memory_writer import SlotWriter
-from pipeline.hosts import weights_source
-from pipeline.hosts.weights_source import SOURCE, FetchedWeights, OfferedWeights, WeightsServer
+from pipeline.hosts import rendezvous
+from pipeline.hosts.rendezvous import SOURCE, FetchedWeights, OfferedWeights, WeightsServer
 from pipeline.record.journal import Audit, audit
 from stages.messages import RolloutSlice, WeightsAnnouncement
 from tests.models.weights.made_up import checkpoint, values
@@ -186,7 +186,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
             async def as_of_its_host(slot: Path) -> None:
                 with monkeypatch.context() as patch:
                     if apart:
-                        patch.setattr(weights_source, "host_id", lambda: "the trainer's")
+                        patch.setattr(rendezvous, "host_id", lambda: "the trainer's")
                     await original(slot)
 
             monkeypatch.setattr(offered, "offer", as_of_its_host)

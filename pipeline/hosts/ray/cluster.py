@@ -78,12 +78,9 @@ def nodes() -> list[Node]:
     here = ray.get_runtime_context().get_node_id()
     return [
         Node(
-            id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            total=_counted(node["Resources"]),
-            free=_counted(free.get(node["NodeID"], node["Resources"])),
-            labels=dict(node.get("Labels") or {}),
-            here=node["NodeID"] == here,
+            *(node["NodeID"], node["NodeManagerAddress"]),
+            *(_counted(node["Resources"]), _counted(free.get(node["NodeID"], node["Resources"]))),
+            *(dict(node.get("Labels") or {}), node["NodeID"] == here),
         )
         for node in ray.nodes()
         if node["Alive"]

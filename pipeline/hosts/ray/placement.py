@@ -227,12 +227,6 @@ class ActorPlacement(Struct, frozen=True):
         return PlacementGroup(name, self.role, self.needs, 1, strategy, self.near)
 
 
-def role_of(name: str) -> Role:
-    if re.fullmatch(r"train-(rank-)?\d+", name):
-        return "train"
-    return "rollout" if re.fullmatch(r"engine-\d+|frozen-.*", name) else "cpu"
-
-
 class RayPlacement:
     """Of all processes of a run. `gpus`: whether the cluster has any; `auto` takes one only then."""
 
@@ -275,7 +269,9 @@ class RayPlacement:
 
     def of(self, name: str) -> ActorPlacement:
         """Of the process of that name."""
-        role, number = role_of(name), int(name.rpartition("-")[2]) if name[-1].isdigit() else 0
+        rollout: Role = "rollout" if re.fullmatch(r"engine-\d+|frozen-.*", name) else "cpu"
+        role: Role = "train" if re.fullmatch(r"train-(rank-)?\d+", name) else rollout
+        number = int(name.rpartition("-")[2]) if name[-1].isdigit() else 0
         if name.startswith("evaluate-"):
             return ActorPlacement(role, self._cpu, here=True)
         if name.startswith("engines-"):

@@ -25,6 +25,7 @@ from configs.plan.goodput import Workload, lognormal_lengths
 from configs.rules.validate import checked
 from configs.schema import AsyncConfig, Config
 from configs.schema.run import DebugConfig
+from models.errors import UserFault
 from models.fault_injection import injected
 from pipeline.control import endpoint as module
 from pipeline.control.client import NotRunning, ask, table
@@ -248,7 +249,7 @@ def test_what_cannot_be_set_is_refused_with_the_reason(flags: str, change: str, 
     rundir, config = run_of(tmp_path, "--dynamic-sampling-filter", "reward:0.1_0.9", *flags.split())
     before = rundir.config.read_bytes()
     name, _, value = change.partition("=")
-    with pytest.raises((ConfigError, UsageError), match=words):
+    with pytest.raises((ConfigError, UsageError, UserFault), match=words):
         with_settings(rundir, {name: value}, config)
     assert rundir.config.read_bytes() == before
 
@@ -287,7 +288,7 @@ def test_whatever_number_is_set_is_refused_or_can_be_set_back(
     before = str(rundir.config.read_text())
     try:
         after, changed = with_settings(rundir, {name: value}, running)
-    except (ConfigError, UsageError):
+    except (ConfigError, UsageError, UserFault):
         assert rundir.config.read_text() == before
         return
     assert all(math.isfinite(number) for number in changed.values() if isinstance(number, float | int))
