@@ -44,7 +44,7 @@ class Meter:
     """Measures one phase of a run."""
 
     def __init__(self, parts: RunParts, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config, self.graph, self.runner = parts.config, parts.graph, parts.runner
+        self.config, self.graph, self.runner = parts.placement.config, parts.placement.graph, parts.runner
         self.stage, self.recorder, self.hubs, self.topic = parts.stage, parts.recorder, parts.hubs, parts.topic
         self.window_s = self.config.run.autoscale_window_s
         self._idle = IdleCores() if self.config.run.runner != "ray" else None

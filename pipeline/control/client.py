@@ -268,26 +268,21 @@ def _why(status: RunStatus) -> str:
 def _command(arguments: argparse.Namespace) -> Command:
     fields: dict[str, object] = {"type": arguments.command}
     if arguments.command == "scale":
-        fields["counts"] = dict(_count(text) for text in arguments.changes)
+        pairs = (_pair(text, counts=True) for text in arguments.changes)
+        fields["counts"] = {stage: int(count) for stage, count in pairs}
     if arguments.command == "set":
-        fields["changes"] = dict(_setting(text) for text in arguments.changes)
+        fields["changes"] = dict(_pair(text, counts=False) for text in arguments.changes)
     if arguments.command == "kill":
         fields["replica"] = arguments.replica
     command: Command = msgspec.convert(fields, Command)
     return command
 
 
-def _count(text: str) -> tuple[str, int]:
-    stage, equals, count = text.partition("=")
-    if not equals or not stage or not count.isdecimal():
-        raise UsageError(f"{text!r} is no STAGE=COUNT; write for example reward=4")
-    return stage, int(count)
-
-
-def _setting(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals or not value:
-        raise UsageError(f"{text!r} is no KEY=VALUE; write for example max_staleness=3")
+def _pair(text: str, *, counts: bool) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    if not key or not value or (counts and not value.isdecimal()):
+        form = "STAGE=COUNT; write for example reward=4" if counts else "KEY=VALUE; write for example max_staleness=3"
+        raise UsageError(f"{text!r} is no {form}")
     return key, value
 
 

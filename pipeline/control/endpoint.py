@@ -40,7 +40,7 @@ class ControlAddress(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True, tag="status"):
-    pass
+    """What the run does now."""
 
 
 class Scale(Struct, frozen=True, tag="scale"):
@@ -48,19 +48,19 @@ class Scale(Struct, frozen=True, tag="scale"):
 
 
 class Pause(Struct, frozen=True, tag="pause"):
-    pass
+    """Admit no new group."""
 
 
 class Resume(Struct, frozen=True, tag="resume"):
-    pass
+    """Admit new groups again."""
 
 
 class Drain(Struct, frozen=True, tag="drain"):
-    pass
+    """Finish the groups in flight and end."""
 
 
 class Save(Struct, frozen=True, tag="save"):
-    pass
+    """Write a checkpoint after the step in training."""
 
 
 class Set(Struct, frozen=True, tag="set"):

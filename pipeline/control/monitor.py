@@ -22,7 +22,7 @@ from pipeline.control.advice import Advice
 from pipeline.control.endpoint import EngineStatus, QueueStatus, RunStatus
 from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.stats import QUEUED
-from pipeline.graph import JOINERS, Graph, Placement
+from pipeline.graph import JOINERS, Placement
 from pipeline.hosts.launcher import Launcher
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
@@ -47,14 +47,6 @@ class RunParts:
     launcher: Launcher
     runner: Runner
 
-    @property
-    def config(self) -> Config:
-        return self.placement.config
-
-    @property
-    def graph(self) -> Graph:
-        return self.placement.graph
-
 
 MOST_HOLDERS: Final = 3
 
@@ -63,9 +55,9 @@ class Waits:
     """Answers for one run."""
 
     def __init__(self, parts: RunParts) -> None:
-        self.config, self.graph, self.placement = parts.config, parts.graph, parts.placement
+        self.placement, self.config, self.graph = parts.placement, parts.placement.config, parts.placement.graph
         self.stage, self.view, self.hubs, self.topic = parts.stage, parts.recorder.view, parts.hubs, parts.topic
-        self._consumer = {stream.name: stream.consumer[0] for stream in parts.graph.streams}
+        self._consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
         self.lacking = parts.launcher.waiting  # processes for which no host has room, and what they need
 
     def sentence(self, now_s: float, quiet_s: float) -> str:

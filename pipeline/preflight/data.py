@@ -247,8 +247,7 @@ def check_run_dir(config: Config) -> None:
     if in_use(path):
         raise UsageError(f"--run-dir {path} is in use by another run; choose another directory")
     try:
-        with tempfile.TemporaryDirectory(dir=next(place for place in (path, *path.parents) if place.exists())):
-            pass
+        tempfile.TemporaryDirectory(dir=next(place for place in (path, *path.parents) if place.exists())).cleanup()
     except OSError as error:
         raise disk_error(path, error) from error
 

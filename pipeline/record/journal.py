@@ -221,8 +221,6 @@ def audit(path: Path) -> Audit:
                 admitted = {g for g in admitted if g < event.next_group}
                 again = set(event.reopened)
                 ended = {g: e for g, e in ended.items() if g in admitted and _survives(e, event.step, g in again)}
-            case Began() | Committed() | Changed():
-                pass
     return Audit(
         admitted=len(admitted),
         outcomes=dict(Counter(end.outcome for end in ended.values())),

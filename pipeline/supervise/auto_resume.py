@@ -115,6 +115,7 @@ class KeptServers:
         home = Path(os.environ.get("XDG_RUNTIME_DIR") or "")
         home = home if home.name and home.is_dir() else Path(tempfile.gettempdir())
         self._lease = DirectoryLease(home / f"{PREFIX}{secrets.token_hex(4)}")
+        self.directory = self._lease.directory
         self._servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}  # by name, with the note of each
         self._socket: socket.socket | None = None  # to the controller
         # Any signal interrupts a wait for the controller, however short before it came.
@@ -123,10 +124,6 @@ class KeptServers:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-
-    @property
-    def directory(self) -> Path:
-        return self._lease.directory
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[int]:

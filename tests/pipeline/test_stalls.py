@@ -157,7 +157,7 @@ class Scene:
                 topic.publish("directory/engine-0", msgspec.msgpack.encode(entry))
             topic.publish("weights", msgspec.msgpack.encode(WeightsAnnouncement(0, self.newest, "", "", 0)))
             parts: Any = SimpleNamespace(
-                config=config, graph=graph, placement=place, stage=stage, hubs=self.hubs(graph), topic=topic,
+                placement=place, stage=stage, hubs=self.hubs(graph), topic=topic,
                 launcher=SimpleNamespace(waiting=self.lacking), recorder=SimpleNamespace(view=view),
             )  # fmt: skip
             return Waits(parts).sentence(1000.0, self.quiet_s)

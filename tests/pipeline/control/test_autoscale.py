@@ -235,7 +235,12 @@ class Run:
             refusal=lambda name, count: f"no {count} of group" if name == "group" else None,
         )
         parts = SimpleNamespace(
-            config=config, graph=graph, stage=self.stage, recorder=self.recorder, hubs=hubs, topic=topic, runner=runner
+            placement=SimpleNamespace(config=config, graph=graph),
+            stage=self.stage,
+            recorder=self.recorder,
+            hubs=hubs,
+            topic=topic,
+            runner=runner,
         )
         self.meter = Meter(parts, lambda: self.now)  # type: ignore[arg-type]
 
