@@ -22,18 +22,8 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.graph import (
-    Stream,
-    chains,
-    engine_count,
-    evaluates,
-    frozen_engines,
-    is_address,
-    loops,
-    path,
-    replicas,
-    streams,
-)
+from configs import graph as flow
+from configs.graph import Stream
 from configs.schema import Config, StageConfig
 from models.engines.token import TokenFile, read_token, run_token
 from models.fault_injection import FaultPlan, fault_plan
@@ -102,15 +92,15 @@ class Graph:
 
 def build(config: Config) -> Graph:
     """The graph that a checked configuration describes."""
-    names = [name for name in path(config) if name != "prompts"]
+    names = [name for name in flow.path(config) if name != "prompts"]
     engines = ["engines"] if "generate" in names else []  # without a stream: it holds the engines
-    nodes = [*engines, *names, *loops(config), *(["evaluate"] if evaluates(config) else [])]
+    nodes = [*engines, *names, *flow.loops(config), *(["evaluate"] if flow.evaluates(config) else [])]
     customs = {stage.name: stage for stage in config.stage}
-    counts = replicas(config)
+    counts = flow.replicas(config)
     return Graph(
         nodes=tuple(_node(name, customs.get(name), counts[name]) for name in nodes),
-        streams=streams(config),
-        loops=tuple(f"{name}={customs[name].path if name in customs else STAGES[name]}" for name in loops(config)),
+        streams=flow.streams(config),
+        loops=tuple(f"{name}={customs[name].path if name in customs else STAGES[name]}" for name in flow.loops(config)),
     )
 
 
@@ -192,7 +182,7 @@ class Placement:
 
     def processes(self, counts: Mapping[str, int]) -> list[tuple[str, ...]]:
         """The stages of each process for so many replicas of each stage, those first that are slow to start."""
-        found = list(chains(self.config, counts))
+        found = list(flow.chains(self.config, counts))
         alone = [node.name for node in self.graph.nodes if node.name not in sum(found, ())]
         found += [(name,) for name in alone for _ in range(counts[name])]
         order = {"train": 0, "engines": 1, "generate": 2}
@@ -284,9 +274,9 @@ def threads(config: Config) -> int:
     """
     size = sum(file.stat().st_size for file in Path(config.train.hf_checkpoint).glob("*.safetensors"))
     worth = max(2, size // _BYTES_A_THREAD) if size else _MANY
-    frozen = [place for place in frozen_engines(config).values() if not is_address(place)]
+    frozen = [place for place in flow.frozen_engines(config).values() if not flow.is_address(place)]
     ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
-    computing = engine_count(config) + len(frozen) + ranks  # processes that compute most of the time
+    computing = flow.engine_count(config) + len(frozen) + ranks  # processes that compute most of the time
     return max(1, min((os.cpu_count() or 1) // computing, worth))
 
 
@@ -296,12 +286,12 @@ def _engines(config: Config) -> tuple[list[EngineSpec], list[EngineSpec]]:
     Their model is that of the flags, also in a resume: the checkpoint of the resume is pruned in time, and a later
     restart reads this path again. The weights are brought to an engine before its first prompt in any case.
     """
-    addresses, frozen = config.sglang.rollout_external_engine_addrs, frozen_engines(config)
+    addresses, frozen = config.sglang.rollout_external_engine_addrs, flow.frozen_engines(config)
     model_path, max_context = config.train.hf_checkpoint, config.rollout.rollout_max_context_len
-    count = engine_count(config)
+    count = flow.engine_count(config)
     started = 0 if addresses else count
     port, settings, seed = config.engine.engine_port, config.engine, config.run.seed
-    checkpoints = {name: place for name, place in frozen.items() if not is_address(place)}
+    checkpoints = {name: place for name, place in frozen.items() if not flow.is_address(place)}
     gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(checkpoints))
     if settings.engine == "sglang" and gpus:
         gpus = engines_gpus(config, gpus_to_divide(config), len(gpus))

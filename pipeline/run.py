@@ -94,17 +94,14 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
         return 130
     except BaseException as error:
         cause = leaf(error)
-        if isinstance(cause, OSError) and cause.errno is not None and _of(directory, cause):
-            raise disk_error(directory, cause) from error
+        if isinstance(cause, OSError) and cause.errno is not None:
+            # The files of the run are at fault where no path is named, or one inside that is there.
+            inside = directory.absolute() in Path(str(cause.filename)).absolute().parents
+            if cause.filename is None or (inside and not isinstance(cause, FileNotFoundError)):
+                raise disk_error(directory, cause) from error
         if (ended := for_user(cause)) is None:
             raise
         raise ended from error
-
-
-def _of(directory: Path, error: OSError) -> bool:
-    """Whether the files of a run are at fault: no path is named, or one inside that is there."""
-    inside = directory.absolute() in Path(str(error.filename)).absolute().parents
-    return error.filename is None or (inside and not isinstance(error, FileNotFoundError))
 
 
 @contextlib.contextmanager
@@ -139,7 +136,8 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
         config = with_model(config, rundir.path / "warm_start" / "model")
     if config.debug.debug_rollout_only:
         config = untrained(config)
-    with Phase(config, rundir, launchers, checkpoint, given) as phase:
+    phase = Phase(config, rundir, launchers, checkpoint, given)
+    with phase.recorder:
         if resumed:
             phase.recorder.restarts["controller"] = resumed
         try:
@@ -161,8 +159,10 @@ def _warm_start(config: Config, rundir: RunDir, launchers: Launchers) -> Config:
     model = home / "model"
     if not model.is_dir():
         shutil.rmtree(home, ignore_errors=True)
-        with RunDir(home).open(resume=False) as phase_dir, Phase(supervised(config), phase_dir, launchers) as phase:
-            reason = phase.run()
+        with RunDir(home).open(resume=False) as phase_dir:
+            phase = Phase(supervised(config), phase_dir, launchers)
+            with phase.recorder:
+                reason = phase.run()
             if reason != "finished":
                 raise Interrupted(f"{reason} in the warm start; start it again with --resume {rundir.path}")
             trained = latest_checkpoint(phase_dir.checkpoints)
@@ -174,7 +174,7 @@ def _warm_start(config: Config, rundir: RunDir, launchers: Launchers) -> Config:
 
 
 class Phase:
-    """One graph run to its end. A context manager: its files are closed on the way out."""
+    """One graph run to its end. Its files are open while its recorder is, which is a context manager."""
 
     def __init__(
         self, config: Config, rundir: RunDir, launchers: Launchers, saved: Saved = None, given: Config | None = None
@@ -191,7 +191,12 @@ class Phase:
         known = max(manifest.run_generation if manifest else 0, last_run_generation(rundir.ledger))
         self.run_generation = known + 1 if config.run.resume else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
-        self._check_data()
+        if manifest is not None and manifest.cursor != self.prompts.fingerprint:  # the cursor counts other prompts
+            raise UsageError(
+                f"the prompts are not those of the checkpoint of step {manifest.step} (fingerprint "
+                f"{self.prompts.fingerprint}, was {manifest.cursor}); restore --prompt-data, or start a new run "
+                f"from its model with --hf-checkpoint {self.checkpoint}/hf"
+            )
         if isinstance(self.prompts, DrawnPrompts) and manifest and self.snapshot:
             self.prompts.resume(self.snapshot.drawn, self.snapshot.cursor, manifest.step)
         self.reopened = tuple(group.group_id for group in self.snapshot.open) if self.snapshot else ()
@@ -207,22 +212,6 @@ class Phase:
         self.slots = slots_directory(name, rundir.path, self.config.train.hf_checkpoint)
         self.launcher = launchers(rundir, threads(self.config))
         self.placement = self._place()
-
-    def _check_data(self) -> None:
-        """A resumed run must find the prompts that its cursor counts."""
-        if self.manifest is not None and self.manifest.cursor != self.prompts.fingerprint:
-            raise UsageError(
-                f"the prompts are not those of the checkpoint of step {self.manifest.step} (fingerprint "
-                f"{self.prompts.fingerprint}, was {self.manifest.cursor}); restore --prompt-data, or start a new run "
-                f"from its model with --hf-checkpoint {self.checkpoint}/hf"
-            )
-
-    def __enter__(self) -> Phase:
-        self.recorder.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.recorder.__exit__(None, None, None)
 
     def run(self) -> str:
         """Run it; return why it ended. Raises RunError."""

@@ -87,7 +87,9 @@ def advise(window: Window, limits: Limits | None = None) -> Advice | None:
         if _saturated(stage):  # all other stages wait for it, so scaling them brings nothing
             return held
     if window.train >= 1 / (1 + 2 * LEAST_GAIN):
-        held = _trains(window)
+        busy = f"train is the bottleneck: it computes {window.train:.0%} of the time"
+        most = f"so that nothing to scale would add more than {1 / window.train - 1:.0%}"
+        held = Advice(kind="train", sentence=f"{busy}, {most}", stage="train")
     surplus = next((less for stage in window.stages if (less := _fewer(stage, limits))), None)
     if surplus is not None:
         return replace(surplus, sentence=f"{held.sentence}; {surplus.sentence}") if held else surplus
@@ -186,13 +188,4 @@ def _fewer(stage: StageLoad, limits: Limits | None) -> Advice | None:
         stage=stage.name,
         now=stage.replicas,
         to=to,
-    )
-
-
-def _trains(window: Window) -> Advice:
-    return Advice(
-        kind="train",
-        sentence=f"train is the bottleneck: it computes {window.train:.0%} of the time, so that nothing to scale would "
-        f"add more than {1 / window.train - 1:.0%}",
-        stage="train",
     )

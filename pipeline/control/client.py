@@ -69,12 +69,8 @@ def table(status: RunStatus) -> str:
     ]
     lines = [f"{name:<10} {value}" for name, value in rows]
     goodput = "" if run.goodput.goodput is None else goodput_text(run.goodput)
-    for name, text in (
-        ("goodput", goodput),
-        ("waits", status.waits),
-        *(("alarm", alarm) for alarm in run.alarms),
-        ("advice", run.advice),
-    ):
+    texts = [("goodput", goodput), ("waits", status.waits), *(("alarm", alarm) for alarm in run.alarms)]
+    for name, text in [*texts, ("advice", run.advice)]:
         lines += textwrap.wrap(text, COLUMNS, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
     lines += ["", *columns([_STAGES, *(_stage(row, status.replicas.get(row.stage)) for row in run.stages)])]
     if status.engines:

@@ -28,17 +28,9 @@ import msgspec
 
 from models.weights.slot_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
+from pipeline.hosts import machine
 from pipeline.hosts.die_with_parent import kill_group, prefix
 from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec, at_most
-from pipeline.hosts.machine import (
-    HOST,
-    ProcessState,
-    child_environment,
-    group_state,
-    held_port,
-    living,
-    shared_memory_files,
-)
 
 GROUP_GONE_S = 5.0
 READ_BYTES = 1 << 16
@@ -184,14 +176,14 @@ class LocalHandle(Handle):
         return await self._process.wait()
 
     def remember_shared(self) -> None:
-        new = shared_memory_files(self.pid) - self._shared
+        new = machine.shared_memory_files(self.pid) - self._shared
         if new:
             self._shared |= new
             with contextlib.suppress(OSError):  # the list is for the next start after a kill
                 list_left_behind(self._directory, new)
 
-    def state(self) -> ProcessState | None:
-        return group_state(self.pid)
+    def state(self) -> machine.ProcessState | None:
+        return machine.group_state(self.pid)
 
     async def kill(self) -> int:
         self.remember_shared()
@@ -214,7 +206,7 @@ class LocalHandle(Handle):
         kill_group(self.pid)
         await self.wait()
         async with at_most(GROUP_GONE_S):  # then the kernel is not done with one of them; nothing more can be done
-            while living(self.pid):  # noqa: ASYNC110  (a group announces nothing)
+            while machine.living(self.pid):  # noqa: ASYNC110  (a group announces nothing)
                 await asyncio.sleep(0.01)
         for path in self._shared:
             path.unlink(missing_ok=True)
@@ -227,17 +219,17 @@ class LocalLauncher(Launcher):
         self.rundir, self._kept = rundir, kept
         if kept is not None:
             rundir.servers = kept.directory
-        self._environment = {**child_environment(threads), SOCKETS: str(rundir.sockets)}
+        self._environment = {**machine.child_environment(threads), SOCKETS: str(rundir.sockets)}
         self.say = lambda line: None
         self.waiting = {}
         self.handles: dict[str, LocalHandle] = {}
         self._starts = Counter[str]()
 
     def address(self, name: str) -> str:
-        return HOST
+        return machine.HOST
 
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
-        return held_port(port)
+        return machine.held_port(port)
 
     async def spawn(self, spec: ProcessSpec) -> LocalHandle:
         return self._named(await self._start(spec))

@@ -39,18 +39,9 @@ from pipeline.errors import exit_code, leaf, user_error
 from pipeline.facts.run_log import release
 from pipeline.facts.stats import CPU, QUEUED, STATS_PREFIX, StageStats
 from pipeline.facts.trace import TraceWriter
+from pipeline.hosts import rendezvous
 from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.machine import collect_less, cpu_seconds
-from pipeline.hosts.rendezvous import (
-    Entry,
-    FetchedWeights,
-    OfferedWeights,
-    from_command,
-    read,
-    retire_key,
-    settled,
-    trainers_place,
-)
 from stages.base import Stage, StageContext, StageOptions, TrainOptions, beside
 from stages.ports import Inlet as StageInlet
 from stages.ports import Lease, Ports, wait_value
@@ -184,8 +175,8 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
         outlets["out"] = after
         taken = {key: EntryInlet(inlet, after, spec.inlets[key].window_items) for key, inlet in taken.items()}
     run_dir = Path(spec.run_dir)
-    fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", run_dir)
-    weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
+    fetched = rendezvous.FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", run_dir)
+    weights = rendezvous.OfferedWeights(node, topic, spec.host) if spec.host else fetched
     faults = fault_plan(stage.config, spec.stage, spec.replica, run_generation=spec.run_generation, run_dir=run_dir)
     if faults is not None:
         taken = {key: FaultyInlet(inlet, faults) for key, inlet in taken.items()}
@@ -236,7 +227,7 @@ def _stats(stage: Stage, spec: ReplicaSpec, place: Place) -> bytes:
 
 async def _retire(process: str, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
     """Waits for the topic `retire/<process>`. The inlets end then: messages not yet begun return to their hubs."""
-    await wait_value(topic, retire_key(process))
+    await wait_value(topic, rendezvous.retire_key(process))
     for inlet in inlets:
         await inlet.drain()
 
@@ -269,46 +260,46 @@ async def only_trainer(run_dir: Path) -> AsyncIterator[None]:
         yield
 
 
-async def _run_replica_process(entry: Entry, name: str) -> None:
+async def _run_replica_process(entry: rendezvous.Entry, name: str) -> None:
     trains = name.startswith("train-")  # and offers its weights
     async with entry.serving_node(name, lambda: topic) if trains else entry.node(name) as node:
         topic = await node.topic(entry.topic)
-        spec, config = await read(topic, name, ReplicaSpec)
+        spec, config = await rendezvous.read(topic, name, ReplicaSpec)
         if isinstance(spec.built_in, TrainOptions):
-            own = trainers_place(topic, spec.built_in, spec.run_dir, config)
+            own = rendezvous.trainers_place(topic, spec.built_in, spec.run_dir, config)
             async with only_trainer(Path(spec.run_dir)) if spec.host else contextlib.nullcontext():
                 await run_replica(msgspec.structs.replace(spec, built_in=own), node, topic, config)
             return
-        with settled(topic, spec.run_dir, config) as (run_dir, config_here):
+        with rendezvous.settled(topic, spec.run_dir, config) as (run_dir, config_here):
             chained = tuple(msgspec.structs.replace(member, run_dir=run_dir) for member in spec.chained)
             here = msgspec.structs.replace(spec, run_dir=run_dir, chained=chained)
             await run_replica(here, node, topic, config_here)
 
 
-async def find_rank_spec(entry: Entry, name: str) -> tuple[RankSpec, Config]:
+async def find_rank_spec(entry: rendezvous.Entry, name: str) -> tuple[RankSpec, Config]:
     """The specification of this rank. Its connection ends here: a rank that computes answers nothing for minutes."""
     async with entry.node(name) as node:
-        return await read(await node.topic(entry.topic), name, RankSpec)
+        return await rendezvous.read(await node.topic(entry.topic), name, RankSpec)
 
 
-async def announce_meeting(entry: Entry, name: str, rendezvous: Rendezvous) -> None:
+async def announce_meeting(entry: rendezvous.Entry, name: str, meeting: Rendezvous) -> None:
     async with entry.node(name) as node:
-        await (await node.topic(entry.topic)).publish(MEETING, msgspec.msgpack.encode(rendezvous))
+        await (await node.topic(entry.topic)).publish(MEETING, msgspec.msgpack.encode(meeting))
 
 
-def _run_rank_process(entry: Entry, name: str) -> None:
+def _run_rank_process(entry: rendezvous.Entry, name: str) -> None:
     """A rank of the trainer group."""
     spec, config = asyncio.run(find_rank_spec(entry, name))
     spec = msgspec.structs.replace(spec, address=str(Path(os.environ[SOCKETS], spec.address)))
     from models.train.trainer_group.rank import run_rank  # imports torch
 
-    run_rank(spec, config, lambda rendezvous: asyncio.run(announce_meeting(entry, name, rendezvous)))
+    run_rank(spec, config, lambda meeting: asyncio.run(announce_meeting(entry, name, meeting)))
 
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     add_working_directory()
-    entry, name = from_command(argv)
+    entry, name = rendezvous.from_command(argv)
     where = f"pid {os.getpid()} on {socket.gethostname()}"
     logging.info("%s starts: %s, sluice %s", name, where, release())
     is_rank = name.startswith("train-rank-")

@@ -15,25 +15,15 @@ from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.run_log import said
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
+from pipeline.observe import summary as summaries
 from pipeline.observe.plot import curve_from_rows, plot_learning_curve
-from pipeline.observe.summary import (
-    EngineSummary,
-    RouterSummary,
-    RunSummary,
-    WeightVersions,
-    closing_text,
-    package_versions,
-    summarise_evals,
-    summarise_reward,
-    summarise_staleness,
-)
 from pipeline.record.kept_files import best_text, uncertain_in
 from pipeline.record.metrics import read_metrics
 from pipeline.record.recorder import Recorder
 from stages.sample_log import SAMPLES_FILE
 
 
-def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
+def conclude(recorder: Recorder, config: Config, reason: str) -> summaries.RunSummary:
     """Write what the run leaves behind and print where it is."""
     rundir = recorder.rundir
     summary = summarise(recorder, config, reason)
@@ -60,19 +50,19 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     }
     made = {name: path for name, path in places.items() if path is not None and path.exists()}
     resume = f"python launch.py --resume {rundir.path}" if reason != "finished" else None
-    text = closing_text(summary, made, rundir.tensorboard if config.observe.use_tensorboard else None, resume)
+    text = summaries.closing_text(summary, made, rundir.tensorboard if config.observe.use_tensorboard else None, resume)
     sys.stdout.write(f"{visible(text)}\n")
     said(visible(text))
     return summary
 
 
-def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
+def engines_of(recorder: Recorder, config: Config) -> summaries.EngineSummary:
     """The engines that generate, as they last came up; a phase without engines has none."""
     if engine_count(config) == 0:
-        return EngineSummary()
+        return summaries.EngineSummary()
     count = len(recorder.view.engine_rows()) or engine_count(config)
     up = {name: facts for name, facts in read_fleet(recorder.rundir).items() if facts.role == "engine"}
-    return EngineSummary(
+    return summaries.EngineSummary(
         kind=", ".join(sorted({facts.kind for facts in up.values()}) or [config.engine.engine]),
         version=", ".join(sorted({facts.version for facts in up.values() if facts.version})),
         count=count,
@@ -81,7 +71,7 @@ def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
     )
 
 
-def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
+def summarise(recorder: Recorder, config: Config, reason: str) -> summaries.RunSummary:
     """The figures of a finished phase."""
     view = recorder.view
     snapshot = view.snapshot(recorder.last_step_s)
@@ -89,15 +79,15 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     trained, wasted = snapshot.trained_tokens, snapshot.wasted_tokens
     versions, router = recorder.versions, read_fleet(recorder.rundir).get("router")
     shares = view.busy_shares(max(engine_count(config), view.most_engines))
-    return RunSummary(
+    return summaries.RunSummary(
         mode=config.run.mode,
         exit_reason="completed" if reason == "finished" else reason,
         steps=snapshot.step,
         wall_s=round(recorder.wall_s, 3),
         groups=recorder.counts(),
-        staleness=summarise_staleness(view.staleness, recorder.staleness_bound),
-        reward=summarise_reward(recorder.rewards),
-        eval=summarise_evals(recorder.points),
+        staleness=summaries.summarise_staleness(view.staleness, recorder.staleness_bound),
+        reward=summaries.summarise_reward(recorder.rewards),
+        eval=summaries.summarise_evals(recorder.points),
         best=best_text(recorder.points, recorder.rundir.checkpoints),
         alarms=tuple(recorder.health.active.values()),
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
@@ -111,7 +101,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         goodput=recorder.goodput.figures(),
         wasted_tokens=wasted,
         wasted_share=snapshot.wasted_share,
-        weight_versions=WeightVersions(
+        weight_versions=summaries.WeightVersions(
             first=min(versions, default=0),
             last=max(versions, default=0),
             published=len(set(versions)),
@@ -119,7 +109,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
             delta_ratio=round(fmean(recorder.delta_ratios), 2) if recorder.delta_ratios else None,
         ),
         engine=engines_of(recorder, config),
-        router=RouterSummary(router_kind(config), router.version if router is not None else ""),
+        router=summaries.RouterSummary(router_kind(config), router.version if router is not None else ""),
         restarts=dict(recorder.restarts),
         changes=tuple(recorder.changes),
         advice=snapshot.advice,
@@ -129,5 +119,5 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         environment_outages=recorder.outages.summary(),
         seed=config.run.seed,
         config_hash=recorder.identity.config_hash,
-        versions=package_versions(),
+        versions=summaries.package_versions(),
     )

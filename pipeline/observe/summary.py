@@ -12,7 +12,6 @@ import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -24,17 +23,7 @@ from pipeline.observe.table import duration, goodput_text, largest, number, quan
 from pipeline.record.health import Alarm, OutageSummary, Stall
 from stages.train.batch_metrics import quantile
 
-PACKAGES: Final = (
-    "torch",
-    "transformers",
-    "pyzmq",
-    "msgspec",
-    "safetensors",
-    "numpy",
-    "ray",
-    "megatron-core",
-    "sglang",
-)
+PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "safetensors", "numpy", "ray", "megatron-core", "sglang")
 
 
 class StalenessSummary(Struct, frozen=True):

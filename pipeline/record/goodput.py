@@ -121,10 +121,8 @@ class Goodput:
 
     def _estimate(self) -> None:
         """Simulate what the newest batches would have attained."""
-        figures = self.view.extras("generate", LENGTH) | {
-            "tokens": self.view.total("generate", "tokens"),
-            "working": self._slot_s["working"],
-        }
+        figures = self.view.extras("generate", LENGTH)
+        figures |= {"tokens": self.view.total("generate", "tokens"), "working": self._slot_s["working"]}
         # A replica that was started again counts its lengths from 0.
         grown = {
             n: value - (before if (before := self._before.get(n, 0.0)) <= value else 0) for n, value in figures.items()

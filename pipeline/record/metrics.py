@@ -58,11 +58,8 @@ class JsonlMetrics:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
-        row: dict[str, float | int | dict[str, str] | None] = {
-            "step": step,
-            "wall_s": round(wall_s, 3),
-            "trained_tokens": trained_tokens,
-        }
+        row: dict[str, float | int | dict[str, str] | None] = {"step": step, "wall_s": round(wall_s, 3)}
+        row["trained_tokens"] = trained_tokens
         nonfinite: dict[str, str] = {}
         for name, value in values.items():
             if name in _RESERVED:

@@ -295,9 +295,6 @@ class Recorder:
         return found
 
     def _ledger_metrics(self) -> dict[str, float]:
-        return {
-            **{f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()},
-            "ledger/open": float(self.ledger.open),
-            "ledger/duplicates": float(self.ledger.duplicates),
-            "ledger/skipped": float(self.ledger.skipped),
-        }
+        ledger = self.ledger
+        others = {"open": ledger.open, "duplicates": ledger.duplicates, "skipped": ledger.skipped}
+        return {f"ledger/{name}": float(n) for name, n in (*ledger.counts.items(), *others.items())}

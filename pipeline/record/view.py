@@ -229,24 +229,20 @@ class RunView:
         everyone = self._of(stage)
         rates = [replica.rates() for replica in alive]
 
-        def summed(name: str) -> float:
-            return sum(rate[name] for rate in rates)
-
-        def share(name: str) -> float:
-            return min(1.0, summed(name) / len(alive)) if alive else 0.0
-
+        total = {name: sum(rate[name] for rate in rates) for name in COUNTERS}
+        share = {name: min(1.0, rate / len(alive)) if alive else 0.0 for name, rate in total.items()}
         queue = self.queues.get(stage, int(sum(r.newest.extra.get("queue_depth", 0.0) for r in alive)))
         return StageRow(
             stage=stage,
             replicas=len(alive),
-            busy=share("busy_s"),
-            starved=share("starved_s"),
-            blocked=share("blocked_s"),
-            stalled=share("stalled_s"),
+            busy=share["busy_s"],
+            starved=share["starved_s"],
+            blocked=share["blocked_s"],
+            stalled=share["stalled_s"],
             queue_depth=queue,
             in_flight=sum(replica.newest.in_flight for replica in alive),
-            items_per_s=summed("items_out"),
-            tokens_per_s=summed("tokens"),
+            items_per_s=total["items_out"],
+            tokens_per_s=total["tokens"],
             items_out=int(sum(replica.total()["items_out"] for replica in everyone)),
             failures=int(sum(replica.total()["failures"] for replica in everyone)),
             restarts=max(self._restarts[stage], sum(replica.restarts for replica in everyone)),

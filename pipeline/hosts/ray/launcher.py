@@ -22,18 +22,7 @@ from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, SharedFiles
 from pipeline.hosts.machine import PortInUse
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
 from pipeline.hosts.ray.cluster import NotStarted, lacking, start_actor
-from pipeline.hosts.ray.placement import (
-    NODE_ID,
-    ActorPlacement,
-    Node,
-    PlacementGroup,
-    RayPlacement,
-    choose,
-    divide,
-    matches,
-    seat_with_room,
-    wanted_labels,
-)
+from pipeline.hosts.ray.placement import NODE_ID, ActorPlacement, Node, PlacementGroup, RayPlacement, divide, matches
 
 PLACEMENT_TIMEOUT_S: Final = 120.0  # time in which Ray starts an actor; longer waits are for what others hold
 AGAIN_TIMEOUT_S: Final = 30.0  # the same where a node seemed to have room: it may be gone, or taken
@@ -232,7 +221,7 @@ class RayLauncher(Launcher):
                 self._wait(name, placement)
             return None if node is None else {"label_selector": {NODE_ID: node}}
         found = self._nodes()
-        seat = choose(config, placement.alone(name), found, self._of_its_kind(name, found))
+        seat = self.placements.choose(placement.alone(name), found, self._of_its_kind(name, found))
         if placement.near:
             return {"label_selector": {NODE_ID: seat.node.id}}
         spread = {"scheduling_strategy": "SPREAD"} if config.ray.ray_placement == "spread" else {}
@@ -251,7 +240,7 @@ class RayLauncher(Launcher):
             lost.missed = True  # it waits for the resources of the lost actor: Ray frees them a little later
             return before
         for nodes in ([node for node in fit if node.id not in self._silent], fit):
-            seat = seat_with_room(config, alone, nodes, "free", self._of_its_kind(name, found), before)
+            seat = self.placements.seat_with_room(alone, nodes, "free", self._of_its_kind(name, found), before)
             if seat is not None and placement.near:
                 return seat.node.id
             if seat is not None and (places := divide(alone, [n for n in nodes if matches(n.labels, seat.labels)])):
@@ -273,7 +262,7 @@ class RayLauncher(Launcher):
             deadline = asyncio.get_running_loop().time() + PLACEMENT_TIMEOUT_S
             while True:
                 found = self._beside_the_trainer()
-                labels = choose(self.placements.config, group, found).labels
+                labels = self.placements.choose(group, found).labels
                 places = divide(group, [node for node in found if matches(node.labels, labels)])
                 if places is not None:
                     break
@@ -289,7 +278,7 @@ class RayLauncher(Launcher):
         found, trainer = self._nodes(), self.placements.trainer
         if trainer.name in self._groups or trainer.name in self._placed:
             return found
-        seat = seat_with_room(self.placements.config, trainer, found, "free")
+        seat = self.placements.seat_with_room(trainer, found, "free")
         if seat is None or "train-0" not in self.placements.names():
             return found
         taken = {"CPU": trainer.bundle.cpus, "GPU": trainer.bundle.gpus}
@@ -304,7 +293,7 @@ class RayLauncher(Launcher):
 
         if group.name not in self._groups:
             nodes = [node for node in self._nodes() if node.id not in self._silent]
-            seat = choose(self.placements.config, group, nodes)
+            seat = self.placements.choose(group, nodes)
             need = {"CPU": group.bundle.cpus or 0.001, **({"GPU": group.bundle.gpus} if group.bundle.gpus else {})}
             selectors = [{NODE_ID: seat.node.id}, *(dict(seat.labels) for _ in range(group.bundles - 1))]
             bundles = [need] * group.bundles
@@ -323,8 +312,8 @@ class RayLauncher(Launcher):
         )
 
     def _lack(self, placement: ActorPlacement, nodes: list[Node]) -> str:
-        config, needs = self.placements.config, placement.needs
+        needs = placement.needs
         what = needs.words() if needs.cpus or needs.gpus else "a node"
         free = ", ".join(f"{node.address} ({node.free['CPU']:g} CPU, {node.free['GPU']:g} GPU)" for node in nodes)
         free = free or "none"
-        return f"it needs {what}{wanted_labels(config, placement.role)}, and free are {free}"
+        return f"it needs {what}{self.placements.wanted_labels(placement.role)}, and free are {free}"

@@ -81,59 +81,6 @@ class Seat(Struct, frozen=True):
     node: Node
 
 
-def choose(config: Config, group: PlacementGroup, nodes: Sequence[Node], others: Sequence[Node] = ()) -> Seat:
-    """By the first alternative of labels that free nodes can hold, else the first that the nodes can hold once others
-    have given back what they took. Raises UsageError if none of them can."""
-    for kind in ("free", "total"):
-        if (seat := seat_with_room(config, group, nodes, kind, others)) is not None:
-            return seat
-    on, apart = (
-        wanted_labels(config, group.role),
-        ", each on a node of its own" if group.strategy == "STRICT_SPREAD" else "",
-    )
-    needed = group.bundle.words() if group.bundles == 1 else f"{group.bundles} x {group.bundle.words()}{apart}"
-    raise UsageError(
-        f"--runner ray: {group.name} needs {needed}{on}, but the cluster has "
-        f"{inventory(nodes)}; {CURE}{', or change --ray-labels' if on else ''}"
-    )
-
-
-def seat_with_room(
-    config: Config,
-    group: PlacementGroup,
-    nodes: Sequence[Node],
-    kind: str,
-    others: Sequence[Node] = (),
-    before: str = "",
-) -> Seat | None:
-    """By the first alternative of labels that nodes can hold, by free or by total resources. `*` stands for one
-    value that all nodes of a group have, such as an NVLink domain; `others`: those where parts of it are already. What
-    goes near the controller goes to the node `before` where it was before, else to the controller's, else to the one
-    with the least room."""
-
-    def rank(node: Node) -> tuple[bool, bool, float, float]:
-        there: Mapping[str, float] = getattr(node, kind)
-        return node.id != before, not node.here, there.get("GPU", 0), there.get("CPU", 0)
-
-    for wanted in alternatives(config, group.role):
-        fixed = {k: others[0].labels.get(k, v) if v == ANY and others else v for k, v in wanted.items()}
-        seats = []
-        for labels in _with_values(fixed, nodes, kind):
-            found = [node for node in nodes if matches(node.labels, labels)]
-            if fits(group, found, kind):
-                room = [node for node in found if group.bundle.within(getattr(node, kind))]
-                seats.append(Seat(labels, min(room, key=rank)))
-        if seats:
-            return min(seats, key=lambda seat: rank(seat.node)[:2]) if group.near else seats[0]
-    return None
-
-
-def wanted_labels(config: Config, role: Role) -> str:
-    """In words, empty for any."""
-    on = " or ".join(_text(labels) for labels in alternatives(config, role) if labels)
-    return f" with {on}" if on else ""
-
-
 def divide(group: PlacementGroup, nodes: Sequence[Node]) -> list[Node] | None:
     """The node of each bundle, by free resources; None if there is no room. Packed: all on the one with the least
     room that holds them, else on as few as have it; spread: on as many as there are."""
@@ -189,15 +136,6 @@ def _times(need: ResourceNeeds, there: Mapping[str, float]) -> int:
     return min((int(have / each) for each, have in pairs if each), default=_MANY)
 
 
-def _note(config: Config, role: Role, chosen: Labels) -> list[str]:
-    """The notice about labels that are not those of the first alternative."""
-    wanted = alternatives(config, role)
-    first = {key: chosen.get(key, ANY) if value == ANY else value for key, value in wanted[0].items()}
-    if chosen == first:
-        return []
-    return [f"--ray-labels: no room for {role} on {_text(wanted[0])}; using {_text(chosen)}"]
-
-
 def _text(labels: Labels) -> str:
     return ",".join(f"{key}={value}" for key, value in labels.items())
 
@@ -241,6 +179,59 @@ class RayPlacement:
         self._per_node = config.parallel.actor_num_gpus_per_node
         self.shared = bool(config.asynchrony.colocate and self._rank.gpus and self._engine.gpus)
         self.groups = {group.name: group for group in self._groups()}
+
+    def choose(self, group: PlacementGroup, nodes: Sequence[Node], others: Sequence[Node] = ()) -> Seat:
+        """By the first alternative of labels that free nodes can hold, else the first that nodes can hold once others
+        have given back what they took. Raises UsageError if none of them can."""
+        for kind in ("free", "total"):
+            if (seat := self.seat_with_room(group, nodes, kind, others)) is not None:
+                return seat
+        on, apart = (
+            self.wanted_labels(group.role),
+            ", each on a node of its own" if group.strategy == "STRICT_SPREAD" else "",
+        )
+        needed = group.bundle.words() if group.bundles == 1 else f"{group.bundles} x {group.bundle.words()}{apart}"
+        raise UsageError(
+            f"--runner ray: {group.name} needs {needed}{on}, but the cluster has "
+            f"{inventory(nodes)}; {CURE}{', or change --ray-labels' if on else ''}"
+        )
+
+    def seat_with_room(
+        self, group: PlacementGroup, nodes: Sequence[Node], kind: str, others: Sequence[Node] = (), before: str = ""
+    ) -> Seat | None:
+        """By the first alternative of labels that nodes can hold, by free or by total resources. `*` stands for one
+        value that all nodes of a group have, such as an NVLink domain; `others`: those where parts of it are already.
+        What goes near the controller goes to the node `before` where it was before, else to the controller's, else to
+        the one with the least room."""
+
+        def rank(node: Node) -> tuple[bool, bool, float, float]:
+            there: Mapping[str, float] = getattr(node, kind)
+            return node.id != before, not node.here, there.get("GPU", 0), there.get("CPU", 0)
+
+        for wanted in alternatives(self.config, group.role):
+            fixed = {k: others[0].labels.get(k, v) if v == ANY and others else v for k, v in wanted.items()}
+            seats = []
+            for labels in _with_values(fixed, nodes, kind):
+                found = [node for node in nodes if matches(node.labels, labels)]
+                if fits(group, found, kind):
+                    room = [node for node in found if group.bundle.within(getattr(node, kind))]
+                    seats.append(Seat(labels, min(room, key=rank)))
+            if seats:
+                return min(seats, key=lambda seat: rank(seat.node)[:2]) if group.near else seats[0]
+        return None
+
+    def wanted_labels(self, role: Role) -> str:
+        """In words, empty for any."""
+        on = " or ".join(_text(labels) for labels in alternatives(self.config, role) if labels)
+        return f" with {on}" if on else ""
+
+    def _note(self, role: Role, chosen: Labels) -> list[str]:
+        """The notice about labels that are not those of the first alternative."""
+        wanted = alternatives(self.config, role)
+        first = {key: chosen.get(key, ANY) if value == ANY else value for key, value in wanted[0].items()}
+        if chosen == first:
+            return []
+        return [f"--ray-labels: no room for {role} on {_text(wanted[0])}; using {_text(chosen)}"]
 
     def _trains_on_gpu(self, gpus: bool) -> bool:
         train = self.config.train
@@ -316,14 +307,14 @@ class RayPlacement:
                 "trainer's GPU; leave rollout out"
             )
         for group in self.groups.values():
-            notes += _note(self.config, group.role, choose(self.config, group, nodes).labels)
+            notes += self._note(group.role, self.choose(group, nodes).labels)
         for name in self.names():
             placement = self.of(name)
             if placement.here:
                 self._check_here(name, placement.needs, nodes)
             elif not placement.group:
                 alone = placement.alone(name)
-                notes += _note(self.config, alone.role, choose(self.config, alone, nodes).labels)
+                notes += self._note(alone.role, self.choose(alone, nodes).labels)
         have = {kind: sum(node.total.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
         if not self.total.within(have):
             raise UsageError(

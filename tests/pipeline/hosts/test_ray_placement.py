@@ -25,16 +25,7 @@ from pipeline.hosts.machine import living
 from pipeline.hosts.ray.actor import PlacedActor, ProcessActor, RayHandle, interface_of
 from pipeline.hosts.ray.cluster import NotStarted
 from pipeline.hosts.ray.launcher import RayLauncher
-from pipeline.hosts.ray.placement import (
-    Node,
-    PlacementGroup,
-    RayPlacement,
-    ResourceNeeds,
-    Strategy,
-    choose,
-    divide,
-    seat_with_room,
-)
+from pipeline.hosts.ray.placement import Node, PlacementGroup, RayPlacement, ResourceNeeds, Strategy, divide
 from pipeline.hosts.worker import TRAINER_LOCK, only_trainer
 
 
@@ -105,7 +96,7 @@ def test_an_engine_that_lost_its_node_stays_within_the_domain_of_the_others() ->
         ([node("3", nvlink="a")], [full], {"nvlink": "a"}),
         ([node("3", zone="near")], [full], {"zone": "near"}),
     ):
-        seat = seat_with_room(config_, one, [full, other, *more], "free", others)
+        seat = RayPlacement(config_, gpus=False).seat_with_room(one, [full, other, *more], "free", others)
         assert (seat and seat.labels) == labels
 
 
@@ -176,7 +167,7 @@ def test_the_trainer_begins_on_the_controllers_node_or_where_there_is_room(
     found = placements(backend, "--engine-device cpu", f"--ray-labels {labels}" if labels else "", gpus=True)
     assert found.trainer.near
     assert found.trainer.bundle == ResourceNeeds(1, 1)
-    assert choose(found.config, found.trainer, nodes).node.id == wanted
+    assert found.choose(found.trainer, nodes).node.id == wanted
     found.check(nodes)
 
 
@@ -184,7 +175,7 @@ def test_a_shared_gpu_is_the_trainers() -> None:
     flags = "--colocate --mode sync --engine embedded --ray-labels train=side:there"
     found, nodes = placements(flags, gpus=True), [node("1", 8, 1), node("2", 8, 1, side="there")]
     assert [found.of(name).group for name in ("train-0", "engine-0")] == ["engines", "engines"]
-    assert choose(found.config, found.trainer, nodes).node.id == "2"
+    assert found.choose(found.trainer, nodes).node.id == "2"
     assert found.check(nodes) == []
     message = refusal(nodes, flags, "rollout=side:here")
     assert "with --colocate the engine has the trainer's GPU; leave rollout out" in message
@@ -231,7 +222,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def engines_labels(found: RayPlacement, *nodes: Node) -> dict[str, str]:
-    return choose(found.config, found.groups["engines"], nodes).labels
+    return found.choose(found.groups["engines"], nodes).labels
 
 
 def test_the_first_labels_with_room_are_taken() -> None:
@@ -272,7 +263,7 @@ def test_a_domain_has_a_fallback_and_goes_with_other_labels() -> None:
     assert found.check(alone) == ["--ray-labels: no room for train on nvlink=*,gpu=H200; using gpu=H200"]
     assert found.check(apart) == []  # in the domain of two others than the controller's
     for nodes, first in ((apart, "2"), ([*apart, domain("4", "a", gpu="H200")], "1")):
-        assert choose(found.config, found.groups["trainer"], nodes).node.id == first
+        assert found.choose(found.groups["trainer"], nodes).node.id == first
     assert "nvlink=*" in refusal(alone, two, "train=nvlink:*,gpu:H200")
 
 
