@@ -182,7 +182,7 @@ class Phase:
         """`given`: the configuration for the run directory; a phase inside a run keeps none."""
         self.rundir, self.given = rundir, given
         checkpoint, manifest = saved if saved is not None else (None, None)
-        self.checkpoint, self.manifest = checkpoint, manifest
+        self.checkpoint = checkpoint
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
         with named("rows of --prompt-data are read and counted; fewer rows take less: path@[0:1000]"):
             self.prompts = training_prompts(config, tokenizer, rundir)
