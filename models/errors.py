@@ -1,5 +1,7 @@
 """Errors of training, algorithms, weights and engines. Each message names the key, the value, the rule and the cure.
 
+UserFault                   mixed into each class, of all folders, whose sentence is for the user
+
 TrainError
 ├── CheckpointUnavailable   the initial model cannot be loaded
 ├── TrainStateUnreadable    a saved training state is missing, incomplete or of another model
