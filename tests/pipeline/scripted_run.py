@@ -8,17 +8,20 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.control.client import NotRunning, ask
 from pipeline.control.endpoint import Command, Reply, RunStatus, Status
 from pipeline.controller import Controller
+from pipeline.graph import Placement
+from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.rendezvous import Keys
 from pipeline.record.journal import Stepped, audit, read_journal
 from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.runner import Runner
-from transport import Node, TopicServer
+from transport import Node
 
 Script = Callable[["Scripted"], Awaitable[None]]
 
@@ -66,15 +69,19 @@ class Scripted:
 def scripted(monkeypatch: pytest.MonkeyPatch, run_dir: Path, script: Script, run: Callable[[Path], int]) -> Scripted:
     """The run that the script was told of. Fails with what the script failed with."""
     run_ = Scripted(run_dir)
-    make, tasks = Controller._runner, list[asyncio.Task[None]]()
+    controls, runs, tasks = Controller.__init__, Runner.__init__, list[asyncio.Task[None]]()
 
-    def made(self: Controller, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
-        run_.controller, run_.keys = self, keys
-        run_.runner = make(self, node, topic, lifecycle, keys)
+    def controlled(self: Controller, *parts: Any) -> None:
+        controls(self, *parts)
+        run_.controller = self
+
+    def made(self: Runner, place: Placement, node: Node, launcher: Launcher, lifecycle: Lifecycle, keys: Keys) -> None:
+        runs(self, place, node, launcher, lifecycle, keys)
+        run_.runner, run_.keys = self, keys
         tasks.append(asyncio.ensure_future(run_.follow(script)))
-        return run_.runner
 
-    monkeypatch.setattr(Controller, "_runner", made)
+    monkeypatch.setattr(Controller, "__init__", controlled)
+    monkeypatch.setattr(Runner, "__init__", made)
     code = run(run_dir)
     tasks[0].result()
     assert code == 0
