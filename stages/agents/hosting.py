@@ -29,7 +29,7 @@ from msgspec import Struct
 from configs.schema import EnvironmentConfig
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
 from stages.agents.worker import Begin, Begun, EnvironmentFailed, Run, Take, Taken
-from stages.agents.workers import AttemptFailed, Background, Live, Workers
+from stages.agents.workers import Background, Live, Workers
 
 _NEWEST: Final = 16  # newest attempts that decide about an outage
 _LEAST: Final = 6  # failures among them that make an outage; they must also be more than half
@@ -190,10 +190,7 @@ class Hosting:
                 async with asyncio.timeout(self.table.episode_deadline_s):
                     return await self.workers.call(live, Run(task, endpoint), Outcome)
 
-            try:
-                return await attempt(ask)
-            except InfrastructureError as error:
-                raise AttemptFailed(str(error)) from None
+            return await attempt(ask)
 
         outcome = await self._retry(run_once, task.episode)
         self.workers.end(task.episode)
@@ -214,7 +211,7 @@ class Hosting:
                     for place in (*places, self._places):
                         await held.enter_async_context(place)
                     result = await attempt()
-            except AttemptFailed as error:
+            except InfrastructureError as error:
                 before = self.outage.lasted_s
                 self.outage.failed(str(error), trying)
                 failures += before == 0.0

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from configs.schema import EnvironmentConfig
+from stages.agents.environment import InfrastructureError
 from stages.agents.worker import INFRASTRUCTURE, Call, End, EnvironmentFailed, Hosted, Run
 from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
@@ -30,10 +31,6 @@ Background = Callable[[Coroutine[Any, Any, None]], None]  # starts work
 
 IDLE_S: Final = 900.0  # an episode without a turn for so long is dropped
 _END_S: Final = 10.0  # to close an environment
-
-
-class AttemptFailed(Exception):
-    """An attempt failed, and the model did not cause it."""
 
 
 @dataclass
@@ -96,28 +93,28 @@ class Workers:
         try:
             await worker.ready()
         except WorkerLost as error:
-            raise AttemptFailed(str(error)) from None
+            raise InfrastructureError(str(error)) from None
         live.incarnation = worker.incarnation
         return live
 
     async def call(self, live: Live, call: Call, answer: type[T]) -> T:
-        """The answer. Only the run of an agent has no limit here. Raises AttemptFailed, EnvironmentFailed."""
+        """The answer. Only the run of an agent has no limit here. Raises InfrastructureError, EnvironmentFailed."""
         limit_s = self.table.step_deadline_s
         if not live.alive:  # another episode caused a restart of the process
-            raise AttemptFailed("its worker process ended")
+            raise InfrastructureError("its worker process ended")
         live.used = math.inf
         try:
             async with asyncio.timeout(None if isinstance(call, Run) else limit_s):
                 value = await live.worker.call(call)
         except WorkerLost as error:
-            raise AttemptFailed(str(error)) from None
+            raise InfrastructureError(str(error)) from None
         except TimeoutError:
             self._retire(live.worker)
-            raise AttemptFailed(f"no answer within step_deadline_s {limit_s:g} s") from None
+            raise InfrastructureError(f"no answer within step_deadline_s {limit_s:g} s") from None
         except CallFailed as error:
             if error.kind == INFRASTRUCTURE:
                 self._retire(live.worker)
-                raise AttemptFailed(str(error)) from None
+                raise InfrastructureError(str(error)) from None
             raise EnvironmentFailed(f"environment {self.table.name}: {error}") from None
         live.used = time.monotonic()
         return msgspec.msgpack.decode(value, type=answer)

@@ -12,34 +12,29 @@ messages, and a new message must not change the text before that turn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import takewhile
 
 import msgspec
 from msgspec import Struct
 
-from stages.chat.messages import ChatFormatError, Message, ToolCall, ToolSchema
+from stages.chat.messages import ChatFormatError, Message, Messages, ToolCall, Tools
 from stages.chat.tokenizer import Tokenizer
 
 
 def as_mapping(message: Message) -> dict[str, object]:
     """A message in the form of the OpenAI API, but with the arguments of calls as objects, as templates expect."""
-    shown: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.reasoning_content:
-        shown["reasoning_content"] = message.reasoning_content
+    shown: dict[str, object] = {"content": "", **msgspec.to_builtins(message)}
     if message.tool_calls:
         shown["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
-    for key, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
-        if value:
-            shown[key] = value
     return shown
 
 
-def _short_ids(messages: Sequence[Message]) -> list[Message]:
+def _short_ids(messages: Messages) -> list[Message]:
     return [
         msgspec.structs.replace(
             message,
@@ -77,7 +72,7 @@ class Bridge:
     def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, object]) -> None:
         self._tokenizer, self._arguments = tokenizer, arguments
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool = True) -> str:
+    def render(self, messages: Messages, tools: Tools, generation_prompt: bool = True) -> str:
         """The text of a conversation. Raises ChatFormatError.
 
         Call ids that the template refuses are replaced by short ones (Mistral's templates need nine letters)."""
@@ -98,13 +93,7 @@ class Bridge:
         """The pieces of a text that are tokens of markup, in order."""
         return [self._tokenizer.decode([id], False) for id in self._tokenizer.markup(text)]
 
-    def between(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        before: Sequence[Message] = (QUESTION,),
-        reasoning: str = "",
-    ) -> Between:
+    def between(self, messages: Messages, tools: Tools, before: Messages = (QUESTION,), reasoning: str = "") -> Between:
         """The template's text after a turn of the model that these messages answer. Raises ChatFormatError."""
         mark = _mark(messages, tools)
         refusal: ChatFormatError | None = None
@@ -158,7 +147,7 @@ class Bridge:
         )
 
 
-def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[Message]:
+def _turns(messages: Messages, mark: str, reasoning: str) -> Iterator[Message]:
     """Candidates for the model's turn before the messages; the first that the template accepts is used."""
     calls = tuple(
         ToolCall(answer.name or "tool", {"mark": mark}, answer.tool_call_id or f"call{place:05d}")
@@ -171,7 +160,7 @@ def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[M
     yield Message("assistant", mark, reasoning)
 
 
-def _mark(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+def _mark(messages: Messages, tools: Tools) -> str:
     """A mark that occurs in none of them: tool answers may contain any text."""
     written = msgspec.json.encode((messages, tools))
     mark = _MARK
@@ -180,7 +169,7 @@ def _mark(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
     return mark
 
 
-def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+def check_bridge(bridge: Bridge, messages: Messages, tools: Tools) -> str:
     """Check that these messages can follow any turn. Returns the turn's closing text. Raises ChatFormatError."""
     between = bridge.between(messages, tools)
     if not _is_cut_out_of(between.before_again, between.before):

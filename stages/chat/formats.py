@@ -20,7 +20,7 @@ import msgspec
 from configs.schema import Config
 from configs.schema.notation import cure
 from stages.chat.bridge import QUESTION, Bridge, check_bridge
-from stages.chat.messages import ChatFormat, ChatFormatError, Message, Reply, ToolCall, ToolSchema
+from stages.chat.messages import ChatFormat, ChatFormatError, Message, Messages, Reply, ToolCall, Tools, ToolSchema
 from stages.chat.special_token_calls import DeepSeek, Harmony, KimiK2, Llama3, Mistral, Pythonic
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.chat.tool_calls import CallParser, Found, Marked, Offered, glm, qwen3_coder
@@ -39,7 +39,7 @@ class TurnReader:
     tags: tuple[str, str] = THINK  # texts around reasoning
     opened: bool = False  # the prompt ends within reasoning
 
-    def read(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+    def read(self, ids: Sequence[int], tools: Tools) -> Reply:
         """The message of one turn's tokens."""
         length = len(ids)
         while length and ids[length - 1] in self.end_ids:
@@ -78,21 +78,19 @@ class PlainFormat:
         self._tokenizer = tokenizer
         self._reader = TurnReader(tokenizer, parser, frozenset(tokenizer.eos_ids))
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
+    def start(self, messages: Messages, tools: Tools, most: int | None = None) -> list[int]:
         """Tokens of a text, with the tokenizer's special tokens (a BOS)."""
         return self._tokenizer.encode(_joined(messages), add_special_tokens=True, most=most)
 
-    def append(
-        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
-    ) -> list[int]:
+    def append(self, ids: Sequence[int], messages: Messages, tools: Tools, most: int | None = None) -> list[int]:
         """Tokens of the text alone: no markup closes a turn."""
         return self._tokenizer.encode(_joined(messages), most=most)
 
-    def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+    def reply(self, ids: Sequence[int], tools: Tools) -> Reply:
         return self._reader.read(ids, tools)
 
 
-def _joined(messages: Sequence[Message]) -> str:
+def _joined(messages: Messages) -> str:
     return "".join(message.content for message in messages)
 
 
@@ -148,20 +146,18 @@ class TemplateFormat:
         self.stop: Sequence[str] = ()
         self.stop_token_ids: Sequence[int] = self._end.stop_ids
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
+    def start(self, messages: Messages, tools: Tools, most: int | None = None) -> list[int]:
         """Tokens of the whole conversation, by the template. Raises ChatFormatError, TooLong."""
         if tools and self.tool_fault:
             raise ChatFormatError(self.tool_fault)
         return self._tokenizer.encode(self._bridge.render(messages, tools), most=most)
 
-    def append(
-        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
-    ) -> list[int]:
+    def append(self, ids: Sequence[int], messages: Messages, tools: Tools, most: int | None = None) -> list[int]:
         """Tokens of the template's text after a turn. Raises ChatFormatError, TooLong."""
         behind = self._tokenizer.encode(self._bridge.between(messages, tools).text, most=most)
         return behind[self._end.written(ids, behind) :]
 
-    def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+    def reply(self, ids: Sequence[int], tools: Tools) -> Reply:
         return self._reader.read(ids, tools)
 
 
@@ -188,16 +184,6 @@ def parser_by_name(name: str) -> CallParser:
     if name not in PARSERS:
         raise ChatFormatError(f"--tool-call-parser {name!r} is unknown; {cure(name, PARSERS)}")
     return PARSERS[name]()
-
-
-def parser_for(written: str, call: ToolCall, tools: tuple[ToolSchema, ...]) -> CallParser | None:
-    """The first parser that reads back a call as the chat template writes it."""
-    for make in dict.fromkeys(PARSERS.values()):
-        parser = make()
-        parsed = parser.parse(written, Offered(tools))
-        if [(read.name, read.arguments) for read in parsed.calls] == [(call.name, call.arguments)] and not parsed.fault:
-            return parser
-    return None
 
 
 _PROBE: Final[ToolSchema] = {
@@ -243,15 +229,17 @@ def load_chat_format(
 
 
 def _parser_of(bridge: Bridge) -> CallParser:
-    """The parser for the template's calls."""
+    """The first parser that reads back a call as the chat template writes it. Raises ChatFormatError."""
     turn = Message("assistant", tool_calls=(_CALL,))
     bare = bridge.render((QUESTION,), (_PROBE,), generation_prompt=False)
     prompt = bridge.render((QUESTION,), (_PROBE,))
     written = bridge.render((QUESTION, turn), (_PROBE,), generation_prompt=False).removesuffix(bridge.end)
-    for head in (prompt, bare):
-        if written.startswith(head):
-            parser = parser_for(written[len(head) :], _CALL, (_PROBE,))
-            if parser is not None:
+    for head in filter(written.startswith, (prompt, bare)):
+        for make in dict.fromkeys(PARSERS.values()):
+            parser = make()
+            parsed = parser.parse(written[len(head) :], Offered((_PROBE,)))
+            calls = [(read.name, read.arguments) for read in parsed.calls]
+            if calls == [(_CALL.name, _CALL.arguments)] and not parsed.fault:
                 return parser
     raise ChatFormatError(
         "no parser reads the calls that its chat template writes; name one of its family with --tool-call-parser, or "

@@ -68,6 +68,10 @@ class Message(Struct, frozen=True, omit_defaults=True):
 ToolSchema = Mapping[str, object]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
 
+Messages = Sequence[Message]
+Tools = Sequence[ToolSchema]
+
+
 class Reply(Struct, frozen=True):
     """A turn of the model as a message, and the error in its calls as a text for the model ("" for none)."""
 
@@ -81,17 +85,15 @@ class ChatFormat(Protocol):
     stop: Sequence[str]  # texts that end a turn, besides the end-of-sequence tokens
     stop_token_ids: Sequence[int]
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
+    def start(self, messages: Messages, tools: Tools, most: int | None = None) -> list[int]:
         """Tokens of a first prompt, up to the start of the model's turn. Raises TooLong for surely over `most`."""
 
-    def append(
-        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
-    ) -> list[int]:
+    def append(self, ids: Sequence[int], messages: Messages, tools: Tools, most: int | None = None) -> list[int]:
         """Tokens to append to `ids`, which end in a turn of the model.
 
         They close that turn if the model was cut off before its end, and contain the messages and the start of the
         model's next turn.
         """
 
-    def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+    def reply(self, ids: Sequence[int], tools: Tools) -> Reply:
         """The message of one turn's tokens."""

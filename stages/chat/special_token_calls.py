@@ -157,6 +157,7 @@ class Llama3(CallParser):
 
 _BEGIN: Final = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
 _CONSTANTS: Final = {"true": True, "false": False, "null": None}
+_BRACKET_OR_STRING: Final = re.compile(r"""[\[({\])}]|'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+"|['"]""", re.DOTALL)
 
 
 class Pythonic(CallParser):
@@ -179,23 +180,13 @@ class Pythonic(CallParser):
 
 def _closing(text: str, place: int) -> int:
     """Index after the bracket that closes the bracket at a place, ignoring strings; -1 if there is none."""
-    depth, quote = 0, ""
-    while place < len(text):
-        character = text[place]
-        if quote:
-            if character == "\\":
-                place += 1
-            elif character == quote:
-                quote = ""
-        elif character in "\"'":
-            quote = character
-        elif character in "[({":
-            depth += 1
-        elif character in "])}":
-            depth -= 1
-            if depth == 0:
-                return place + 1
-        place += 1
+    depth = 0
+    for piece in _BRACKET_OR_STRING.finditer(text, place):
+        if piece[0] in ("'", '"'):  # a string without an end
+            return -1
+        depth += (piece[0] in "[({") - (piece[0] in "])}")
+        if depth == 0:
+            return piece.end()
     return -1
 
 
@@ -214,19 +205,11 @@ def _call(node: ast.expr, offered: Offered, form: str) -> ToolCall | str:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         return form
     try:
-        arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+        name, arguments = ast.unparse(node.func), {str(word.arg): _value(word.value) for word in node.keywords}
         msgspec.json.encode(arguments)
     except (ValueError, TypeError, RecursionError):
         return f"an argument of the tool call is no plain value; {form}"
-    return offered.call(_name(node.func), arguments)
-
-
-def _name(node: ast.expr) -> str:
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+    return offered.call(name, arguments)
 
 
 def _value(node: ast.expr) -> object:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
 from stages.gateway.answers import Answer, Ask, Dialect, Json, Reason, Refused, Sampling, event, texts
-from stages.gateway.chat_completions import Common, function_tool, role
+from stages.gateway.chat_completions import Common, Part, content_text, function_tool, role
 from stages.gateway.requests import decode, form, offered
 from stages.gateway.sessions import Conversation
 
@@ -30,9 +30,7 @@ _KINDS: Final[dict[Reason, str]] = {
 }
 
 
-class Block(Struct, frozen=True):
-    type: str = "text"
-    text: str = ""
+class Block(Part, frozen=True):
     thinking: str = ""
     id: str = ""
     name: str = ""
@@ -180,10 +178,4 @@ def _messages(sent: SentMessage) -> Iterator[Message]:
 
 
 def _text(content: str | list[Block] | None) -> str:
-    """The joined text. Raises Refused for other content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    unsupported = [block.type for block in content if block.type != "text"]
-    if unsupported:
-        raise Refused("invalid", f"content of type {unsupported[0][:40]!r} is not supported; send texts")
-    return "\n".join(block.text for block in content)
+    return content_text(content, ("text",), "\n")

@@ -181,14 +181,14 @@ def arguments_text(call: ToolCall) -> str:
     return call.arguments if isinstance(call.arguments, str) else msgspec.json.encode(call.arguments).decode()
 
 
-def content_text(content: str | Sequence[Part] | None) -> str:
-    """The joined text. Raises Refused for other content."""
+def content_text(content: str | Sequence[Part] | None, kinds: Sequence[str] = _TEXTS, between: str = "") -> str:
+    """The joined text. Raises Refused for content of other kinds."""
     if content is None or isinstance(content, str):
         return content or ""
-    unsupported = [part.type for part in content if part.type not in _TEXTS]
+    unsupported = [part.type for part in content if part.type not in kinds]
     if unsupported:
-        raise Refused("invalid", f"content of type {unsupported[0]!r} is not supported; send texts")
-    return "".join(part.text or part.refusal for part in content)
+        raise Refused("invalid", f"content of type {unsupported[0][:40]!r} is not supported; send texts")
+    return between.join(part.text or part.refusal for part in content)
 
 
 def role(name: str) -> Role:

@@ -125,9 +125,13 @@ class Responses(OpenAIErrors):
 
 def _messages(items: list[Item]) -> Iterator[Message]:
     """The conversation in a list of items. One turn of the model may be several items."""
-    for of_model, turn in itertools.groupby(items, key=_is_models):
+    for of_model, grouped in itertools.groupby(items, key=_is_models):
+        turn = list(grouped)
         if of_model:
-            yield _models_turn(list(turn))
+            content = "".join(content_text(item.content) for item in turn if item.type == "message")
+            thought = "".join(_thought(item) for item in turn if item.type == "reasoning")
+            calls = (ToolCall(item.name, item.arguments, item.call_id) for item in turn if item.type == "function_call")
+            yield Message("assistant", content, thought, tuple(calls))
             continue
         for item in turn:
             if item.type == "function_call_output":
@@ -140,15 +144,6 @@ def _messages(items: list[Item]) -> Iterator[Message]:
 
 def _is_models(item: Item) -> bool:
     return item.type in ("function_call", "reasoning") or (item.type == "message" and item.role == "assistant")
-
-
-def _models_turn(items: list[Item]) -> Message:
-    return Message(
-        "assistant",
-        "".join(content_text(item.content) for item in items if item.type == "message"),
-        "".join(_thought(item) for item in items if item.type == "reasoning"),
-        tuple(ToolCall(item.name, item.arguments, item.call_id) for item in items if item.type == "function_call"),
-    )
 
 
 def _thought(item: Item) -> str:

@@ -46,6 +46,7 @@ COMMENT_S: Final = 10.0  # interval of keep-alive comments in a stream
 _SHUTDOWN_S: Final = 1.0
 _LINGER_S: Final = 2.0  # for which the rest of a refused body is read and dropped, so that its client reads the refusal
 DEFAULT_LIMITS: Final = Limits()
+Understood = tuple[Ask, Sequence[int]]  # a request, and its context in tokens
 
 
 class Gateway:
@@ -127,9 +128,7 @@ class Gateway:
                 answer.headers["Retry-After"] = "1"
             return answer
 
-    def _understood(
-        self, dialect: Dialect, place: OpenSession, body: bytes, *, answered: bool
-    ) -> tuple[Ask, Sequence[int]]:
+    def _understood(self, dialect: Dialect, place: OpenSession, body: bytes, *, answered: bool) -> Understood:
         """The request and its context in tokens. Changes nothing, so a thread may call it. Raises Refused."""
         limits, ask = self._limits, dialect.read(body)
         if ask.conversation is not None:
@@ -141,9 +140,7 @@ class Gateway:
                     raise Refused("too_large", f"a request has {n} {what}; at most {most} are taken")
         return ask, self._answers.context(place.session, ask, answered=answered)
 
-    async def _received(
-        self, http: web.Request, dialect: Dialect, place: OpenSession, *, answered: bool
-    ) -> tuple[Ask, Sequence[int]]:
+    async def _received(self, http: web.Request, dialect: Dialect, place: OpenSession, *, answered: bool) -> Understood:
         """The request and its context. Waits for the client and for a thread; the body is gone afterwards."""
         async with self._bodies.read(http, place) as body:
             work = partial(self._understood, dialect, place, body, answered=answered)

@@ -125,8 +125,8 @@ class GenerateFunctions:
         if ending:
             return (replace(sample, **ending),)
         try:
-            options = {"reward_key": self.config.reward.reward_key, "metadata": group.row_metadata}
-            return returned_rollout(returned, session.samples(), sample, **options)
+            reward_key = self.config.reward.reward_key
+            return returned_rollout(returned, session.samples(), sample, reward_key, group.row_metadata)
         except ReturnedError as error:
             return (replace(sample, status="failed", error=f"{path}: {error}"),)
 

@@ -162,7 +162,7 @@ class RolloutFunction:
     ) -> tuple[Sample, ...]:
         replace, key = msgspec.structs.replace, self.config.reward.reward_key
         try:
-            rollout = returned_rollout(parts, recorded, sample, reward_key=key, metadata=row)
+            rollout = returned_rollout(parts, recorded, sample, key, row)
         except ReturnedError as error:
             return (replace(sample, status="failed", error=f"{self.path}: {error}"),)
         return (*rollout[:-1], replace(rollout[-1], metrics={**rollout[-1].metrics, **metrics}))

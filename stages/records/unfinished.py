@@ -104,7 +104,6 @@ class ResponseJournal:
     """The responses of one replica. `lives` as in `GrowingRecords`; empty: no records are written or restored."""
 
     def __init__(self, directory: Path, config: Config, lives: Sequence[int]) -> None:
-        self._directory = directory
         self._records = GrowingRecords(directory, RESPONSE_KIND, config, lives)
         self.tokens = config.checkpoint.response_journal_tokens if self._records.writes else 0
         self._reads = bool(lives) and config.checkpoint.response_journal_tokens > 0
@@ -132,7 +131,7 @@ class ResponseJournal:
         await asyncio.to_thread(self._write, due)
 
     def _write(self, due: dict[tuple[str, Key], tuple[PromptGroup, SampleResult]]) -> None:
-        if not self._directory.is_dir():
+        if not self._records.directory.is_dir():
             return  # another host: nothing would ever remove its files
         for (_, turn), (group, result) in due.items():
             self._records.append(group, turn, result, grows=result.finish == "aborted")
@@ -190,29 +189,29 @@ class AnswerJournal:
     """The answers of one replica. `lives` as in `GrowingRecords`; empty: no records are written or restored."""
 
     def __init__(self, directory: Path, config: Config, lives: Sequence[int]) -> None:
-        self._directory, self._lives = directory, lives
         self._records = GrowingRecords(directory, ANSWER_KIND, config, lives)
         self.restored = 0  # rollouts
 
     async def open(self, group: PromptGroup, index: int) -> SessionRecord:
         """The record of a rollout whose program is about to start. If there are answers, this is not its first start:
         what the program did before is then reported as uncertain."""
-        if not self._lives or group.purpose == "eval" or not self._directory.is_dir():  # else another host
+        directory = self._records.directory
+        if not self._records.lives or group.purpose == "eval" or not directory.is_dir():  # else another host
             return SessionRecord()
         answers = await asyncio.to_thread(self._read, group, index)
         if answers:
             self.restored += 1
             log.info("group %s: rollout %d starts again with %d recorded answers", group.key, index, len(answers))
-            await begun_again(home_of(self._directory, group.key), f"{group.key}/{index}")
+            await begun_again(home_of(directory, group.key), f"{group.key}/{index}")
         return SessionRecord(self._records, group, index, answers)
 
     def _read(self, group: PromptGroup, index: int) -> dict[int, SampleResult]:
         """By name. Of several answers to a request that with the newest weights counts, and the last of these."""
         found: dict[int, SampleResult] = {}
         for newest, (rollout, name), result in self._records.read(group, this_life=True):
-            if rollout == index and is_whole(result) and _newest(result) <= newest:
-                before = found.get(name)
-                found[name] = result if before is None or _newest(before) <= _newest(result) else before
+            fits = rollout == index and is_whole(result) and _newest(result) <= newest
+            if fits and (name not in found or _newest(found[name]) <= _newest(result)):
+                found[name] = result
         return found
 
 

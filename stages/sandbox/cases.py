@@ -87,7 +87,7 @@ def _run(job: Job, case: dict[str, Any], allowed_s: float, deadline: Deadline) -
         os.write(source, str(case.get("stdin", "")).encode("utf-8", "replace"))
         os.lseek(source, 0, os.SEEK_SET)
         run, cpu_s = partial(_become, job["program"], case), math.ceil(allowed_s) + 1
-        child, refusal = start_confined(run, job["directory"], files, cpu_s=cpu_s, memory_bytes=job["memory_bytes"])
+        child, refusal = start_confined(run, job["directory"], files, cpu_s, job["memory_bytes"], ())
         if refusal:
             os.waitpid(child, 0)
             return Result(how="isolation", stdout="", value=refusal)
@@ -107,15 +107,10 @@ def _wait(child: int, allowed_s: float, deadline: Deadline, directory: str) -> s
     poll = select.poll()
     with open(os.pidfd_open(child), "rb", buffering=0) as handle:
         poll.register(handle, select.POLLIN)
-        ended, broken = poll.poll(_milliseconds(min(allowed_s, LOOK_S))), ""
-        while not (ended or broken):
+        left_s, broken = allowed_s, ""
+        while not broken and not poll.poll(max(1, math.ceil(1000 * min(left_s, LOOK_S)))):
             left_s = deadline.left_s() - end_s
-            if left_s <= 0:
-                broken = "timeout"
-            elif exceeds(child, directory):
-                broken = "killed"
-            else:
-                ended = poll.poll(_milliseconds(min(left_s, LOOK_S)))
+            broken = "timeout" if left_s <= 0 else "killed" if exceeds(child, directory) else ""
         if broken:
             os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -124,10 +119,6 @@ def _wait(child: int, allowed_s: float, deadline: Deadline, directory: str) -> s
     if status < 0:
         return "timeout" if status == -signal.SIGXCPU else "killed"
     return {0: "ok", 1: "failed"}.get(status, "exit")
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, math.ceil(seconds * 1000))
 
 
 def _content(descriptor: int, most: int) -> str | None:

@@ -49,7 +49,8 @@ READY: Final = b"ready"
 REASON_BYTES: Final = 500
 # Limits of a program that the kernel does not enforce. They are checked every LOOK_S, so a program may exceed them for
 # that long; the size of a file in memory or on disk is limited at once.
-FILE_BYTES: Final = 4 << 20
+FILE_BYTES: Final = 4 << 20  # of any single file, those in memory included
+_LIMITS = ((resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0))
 DIRECTORY_BYTES, DIRECTORY_ENTRIES = 16 << 20, 200
 THREADS: Final = 256
 LOOK_S: Final = 0.025
@@ -66,10 +67,9 @@ def start_confined(
     run: Callable[[], NoReturn],
     directory: str,
     files: Sequence[int],
-    *,
     cpu_s: int,
     memory_bytes: int,
-    read: Sequence[str] = (),
+    read: Sequence[str],
 ) -> tuple[int, str]:
     """Fork a process that is locked down and then calls `run`. `files` become its descriptors 0, 1, 2...; `read` is
     readable besides the libraries.
@@ -106,7 +106,9 @@ def _confine(
             os.dup2(descriptor, number)
         ready = len(files)
         os.closerange(ready + 1, _HIGHEST_FD)
-        limit(cpu_s, memory_bytes, FILE_BYTES)
+        for kind, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, FILE_BYTES), *_LIMITS):
+            bound(kind, value)
+        bound(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU first, which names the reason
         lock_down([os.path.dirname(os.__file__), *_LIBRARIES, *read], [directory, os.devnull])
     except BaseException as error:  # no exception may leave this process
         with suppress(OSError):
@@ -159,19 +161,6 @@ def text_stream(descriptor: int, mode: str) -> TextIO:
 def hide() -> None:
     """Close this process's memory and descriptors to others of the same user (/proc/PID/mem, /proc/PID/fd)."""
     libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def limit(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
-    """Hard limits; `file_bytes` is of any single file, those in memory included."""
-    for kind, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-    ):
-        bound(kind, value)
-    bound(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU first, which names the reason
 
 
 def lock_down(read: Iterable[str], write: Iterable[str]) -> None:

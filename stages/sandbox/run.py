@@ -94,26 +94,27 @@ def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseR
     directory = make_directory()
     try:
         job = {"program": program, "cases": cases, "directory": directory, **msgspec.structs.asdict(limits)}
-        results = _run_jail(msgspec.json.encode(job), limits.total_s + _GRACE_S)
+        ended = subprocess.run(  # it is killed whatever ends the wait
+            [*PYTHON, _PROGRAM.format(root=str(_ROOT), parent=os.getpid())],
+            input=msgspec.json.encode(job),
+            capture_output=True,
+            timeout=limits.total_s + _GRACE_S,
+            env=ENVIRONMENT,
+            cwd="/",
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(f"the jail did not end within {error.timeout:g} s") from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    try:
+        results = msgspec.json.decode(ended.stdout, type=list[CaseResult])
+    except msgspec.MsgspecError as error:
+        words = ended.stderr.decode(errors="replace").strip()[-300:]
+        raise SandboxError(f"the jail ended with code {ended.returncode} and no result: {words}") from error
     broken = next((result for result in results if result.how == "isolation"), None)
     if broken is not None:
         raise SandboxError(f"programs cannot be isolated on this machine ({broken.value}), so none is run")
     return results
-
-
-def _run_jail(job: bytes, timeout_s: float) -> list[CaseResult]:
-    command = [*PYTHON, _PROGRAM.format(root=str(_ROOT), parent=os.getpid())]
-    try:  # it is killed whatever ends the wait
-        ended = subprocess.run(command, input=job, capture_output=True, timeout=timeout_s, env=ENVIRONMENT, cwd="/")
-    except subprocess.TimeoutExpired:
-        raise SandboxError(f"the jail did not end within {timeout_s:g} s") from None
-    try:
-        return msgspec.json.decode(ended.stdout, type=list[CaseResult])
-    except msgspec.MsgspecError as error:
-        words = ended.stderr.decode(errors="replace").strip()[-300:]
-        raise SandboxError(f"the jail ended with code {ended.returncode} and no result: {words}") from error
 
 
 def make_directory() -> str:

@@ -57,14 +57,12 @@ class Ran(TypedDict):
     """How a piece of code went.
 
     `how`: ok, failed (it raised), exit (its process ended), killed (more threads or files than it may have, or a
-    signal), timeout, output (too much of it), isolation (nothing was run, for the reason in `output`). `lost`: its
-    variables are gone. `size`: bytes printed, of which `output` has the first and the last.
+    signal), timeout, output (too much of it), isolation (nothing was run, for the reason in `output`). Only ok and
+    failed keep its variables. `output`: the first and the last of the bytes printed.
     """
 
     how: str
     output: str
-    size: int
-    lost: bool
 
 
 def main(control_fd: int) -> None:
@@ -131,10 +129,10 @@ class _Program:
         if not self._pid:
             refusal = self._start()
             if refusal:
-                return Ran(how="isolation", output=refusal, size=0, lost=True)
+                return Ran(how="isolation", output=refusal)
         source = str(order["code"]).encode("utf-8", "replace")
         if len(source) > FILE_BYTES:
-            return Ran(how="failed", output=f"the code is longer than {FILE_BYTES} bytes", size=0, lost=False)
+            return Ran(how="failed", output=f"the code is longer than {FILE_BYTES} bytes")
         os.ftruncate(self._source, 0)
         os.pwrite(self._source, source, 0)
         os.ftruncate(self._output, 0)
@@ -145,21 +143,20 @@ class _Program:
         size = os.fstat(self._output).st_size
         if how in ("ok", "failed"):  # it may have been too quick to be looked at
             how = "output" if size >= FILE_BYTES else "killed" if is_full(self._directory) else how
-        lost = how not in ("ok", "failed")
-        if lost:
-            self.end()
-        else:
+        if how in ("ok", "failed"):
             os.kill(self._pid, signal.SIGSTOP)  # a thread that it left behind would run on
-        return Ran(how=how, output=self._printed(size), size=size, lost=lost)
+        else:
+            self.end()
+        return Ran(how=how, output=self._printed(size))
 
     def _start(self) -> str:
         keeper_end, program_end = socket.socketpair()
         os.ftruncate(self._output, 0)
         with program_end, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), self._output, self._output, program_end.fileno(), self._source)
-            limits = {"cpu_s": self._setup["cpu_s"], "memory_bytes": self._setup["memory_bytes"]}
-            run, read = partial(interpret, 3, 4), self._setup["paths"]
-            self._pid, refusal = start_confined(run, self._directory, files, read=read, **limits)
+            run, setup = partial(interpret, 3, 4), self._setup
+            limits = setup["cpu_s"], setup["memory_bytes"]
+            self._pid, refusal = start_confined(run, self._directory, files, *limits, setup["paths"])
         self._channel = keeper_end.detach()
         os.set_blocking(self._channel, False)
         if refusal:

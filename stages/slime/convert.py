@@ -93,12 +93,7 @@ def given_sample(group: PromptGroup, sample: Sample) -> slime.Sample:
 
 
 def returned_rollout(
-    returned: object,
-    recorded: Sequence[Sample],
-    first: Sample,
-    *,
-    reward_key: str | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    returned: object, recorded: Sequence[Sample], first: Sample, reward_key: str | None, metadata: Mapping[str, Any]
 ) -> tuple[Sample, ...]:
     """The sequences of a rollout, from the function's result.
 
@@ -120,9 +115,8 @@ def returned_rollout(
         known.add(one.token_ids, number)
     parts = [_sequence(sample, recorded, known, first) for sample in given]
     reward, reward_parts = _reward([sample.reward for sample in given], reward_key)
-    parts[-1] = msgspec.structs.replace(
-        parts[-1], reward=reward, reward_parts=reward_parts, left=_left(given[-1], metadata or {})
-    )
+    left = _left(given[-1], metadata)
+    parts[-1] = msgspec.structs.replace(parts[-1], reward=reward, reward_parts=reward_parts, left=left)
     return _with_prefixes(as_rollout(*parts))
 
 

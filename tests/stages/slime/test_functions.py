@@ -263,8 +263,10 @@ def answer_given(**changes: Any) -> Given:
     return Given(**{"tokens": list(IDS), "response_length": 4, **values, **changes})
 
 
-def returned(*samples: Given, recorded: tuple[Sample, ...] = (RECORDED,), **options: Any) -> tuple[Sample, ...]:
-    parts = returned_rollout(list(samples), recorded, FIRST, **options)
+def returned(
+    *samples: Given, recorded: tuple[Sample, ...] = (RECORDED,), reward_key: str | None = None, metadata: Any = None
+) -> tuple[Sample, ...]:
+    parts = returned_rollout(list(samples), recorded, FIRST, reward_key, metadata or {})
     assert rollout_fault(parts) is None
     return parts
 
@@ -296,7 +298,7 @@ def test_rewards() -> None:
 def test_a_function_may_give_up() -> None:
     for status in ("aborted", "failed"):
         answer = answer_given(status=Given.Status(status), tokens=[], metadata={"error": "no sandbox"})
-        (sample,) = returned_rollout(answer, (), FIRST)
+        (sample,) = returned_rollout(answer, (), FIRST, None, {})
         assert (sample.status, sample.error) == (status, "no sandbox")
 
 
@@ -326,7 +328,7 @@ def test_nothing_is_trained_that_no_request_asked_for() -> None:
         returned(answer_given(), recorded=())
     for answer in (None, [], [None], "text"):
         with pytest.raises(ReturnedError, match="return the sample, or a list of samples"):
-            returned_rollout(answer, (RECORDED,), FIRST)
+            returned_rollout(answer, (RECORDED,), FIRST, None, {})
 
 
 def test_arguments_have_the_names_of_the_flags() -> None:
