@@ -121,22 +121,18 @@ class Episodes:
         return LoopStage.write_state(after, episode)
 
 
-def graded(config: Config, group: PromptGroup) -> bool:
-    """Whether a grader scores episodes without a reward from the environment."""
-    reward = config.reward
-    named = reward.custom_rm_path is not None or bool(reward.reward_component) or reward.rm_type != "auto"
-    return named or group.label is not None or "rm_type" in group.row_metadata
-
-
 def ended(
     config: Config, group: PromptGroup, environment: str, sample: Sample, outcome: Outcome, *, cut: bool
 ) -> Sample:
     """The last sample of an episode. Without a reward and a grader its reward is 0. `cut`: a limit ended it."""
+    reward = config.reward
+    named = reward.custom_rm_path is not None or bool(reward.reward_component) or reward.rm_type != "auto"
+    graded = named or group.label is not None or "rm_type" in group.row_metadata
     return msgspec.structs.replace(
         sample,
         done=True,
         status="truncated" if cut else sample.status,
-        reward=0.0 if outcome.reward is None and not graded(config, group) else outcome.reward,
+        reward=0.0 if outcome.reward is None and not graded else outcome.reward,
         metrics={f"env/{environment}/{name}": float(value) for name, value in outcome.metrics.items()},
     )
 

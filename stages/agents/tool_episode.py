@@ -55,15 +55,12 @@ class AnswerCache:
                 self._kept.move_to_end(key)
                 return self._kept[key], True
             answer = await tool.call(arguments)
-            self._keep(key, answer)
+            self._chars += sum(map(len, (*key, answer)))
+            self._kept[key] = answer
+            while self._chars > self._most:
+                gone, was = self._kept.popitem(last=False)
+                self._chars -= sum(map(len, (*gone, was)))
             return answer, False
-
-    def _keep(self, key: tuple[str, str, str], answer: str) -> None:
-        self._chars += sum(map(len, (*key, answer)))
-        self._kept[key] = answer
-        while self._chars > self._most:
-            gone, was = self._kept.popitem(last=False)
-            self._chars -= sum(map(len, (*gone, was)))
 
 
 _ANSWERS: Final = AnswerCache()  # of all episodes of this process

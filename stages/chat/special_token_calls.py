@@ -218,15 +218,11 @@ def _value(node: ast.expr) -> object:
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(element) for element in node.elts]
     if isinstance(node, ast.Dict):
-        return {_key(key): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("keys are texts")
+        return dict(zip(keys, map(_value, node.values), strict=True))
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError("no plain value")
-    return value
-
-
-def _key(node: ast.expr | None) -> str:
-    value = node.value if isinstance(node, ast.Constant) else None
-    if not isinstance(value, str):
-        raise ValueError("keys are texts")
     return value

@@ -306,9 +306,5 @@ class Tagged(CallParser):
         return offered.call(name, arguments)
 
 
-def qwen3_coder() -> Tagged:
-    return Tagged(_CODER, _CODER_PAIR, _CODER_FORM, breaks=True)
-
-
-def glm() -> Tagged:
-    return Tagged(_GLM, _GLM_PAIR, _GLM_FORM, breaks=False)
+qwen3_coder: Final = partial(Tagged, _CODER, _CODER_PAIR, _CODER_FORM, breaks=True)
+glm: Final = partial(Tagged, _GLM, _GLM_PAIR, _GLM_FORM, breaks=False)

@@ -215,8 +215,8 @@ class Gateway:
         }
         if path != "/v1/models":
             return _json({**model, "id": path.removeprefix("/v1/models/")})
-        listed = {"object": "list", "data": [model], "has_more": False}
-        return _json({**listed, "first_id": self.model, "last_id": self.model})
+        ids = {"first_id": self.model, "last_id": self.model}
+        return _json({"object": "list", "data": [model], "has_more": False, **ids})
 
 
 def as_refused(error: Exception) -> Refused:

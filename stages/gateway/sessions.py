@@ -92,7 +92,9 @@ class Session:
         if not trained:
             mask = joined(before.loss_mask, np.zeros(len(result.token_ids)))
             after = replace(after, loss_mask=wire(mask, UInt8Array))
-        after = replace(after, response=result.text, turns=_turns(after))
+        generated = [run.version >= 0 for run in after.version_runs]  # a turn is contiguous runs of generated tokens
+        turns = sum(now and not past for past, now in zip([False, *generated], generated, strict=False))
+        after = replace(after, response=result.text, turns=turns)
         place = before.sequence
         self._sequences[place : place + 1] = [after]
         self._last = place
@@ -178,12 +180,6 @@ class Session:
         if shared < known.length:
             known = replace(branch(known, shared), sequence=len(self._sequences))
         return append_untrained(known, ids[shared:].tolist(), "")
-
-
-def _turns(sample: Sample) -> int:
-    """Turns of the model in a sequence: contiguous runs of generated tokens."""
-    generated = [run.version >= 0 for run in sample.version_runs]
-    return sum(now and not before for before, now in zip([False, *generated], generated, strict=False))
 
 
 def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:

@@ -77,7 +77,24 @@ class SglangGenerate(Dialect):
         return _ask("policy", request.sampling_params, ids, text, stream=bool(request.stream))
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
-        return msgspec.to_builtins(_output(answer))  # type: ignore[no-any-return]
+        ends = list(itertools.accumulate(run.n_tokens for run in answer.runs))
+        runs = zip(answer.runs, ends, strict=True)
+        spans = [VersionSpan(str(run.version), end - run.n_tokens, end) for run, end in runs]
+        n, cut = len(answer.token_ids), answer.finish == "length"
+        log_probs = zip(answer.log_probs, answer.token_ids, strict=True)
+        meta = MetaInfo(
+            id=answer.id,
+            finish_reason=FinishReason("length", length=n) if cut else FinishReason("stop", answer.stop or None),
+            prompt_tokens=len(answer.prompt_ids),
+            completion_tokens=n,
+            cached_tokens=answer.cached_tokens,
+            weight_version=spans[-1].version if spans else None,
+            weight_versions=spans,
+            output_token_logprobs=[(value, token, None) for value, token in log_probs],
+            output_token_logprobs_length=n,
+        )
+        output = GenerateOutput(meta_info=meta, text=answer.text, output_ids=list(answer.token_ids))
+        return msgspec.to_builtins(output)  # type: ignore[no-any-return]
 
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
         yield event(self.answer(ask, answer))
@@ -101,23 +118,3 @@ def _ask(model: str, params: SamplingParams, ids: Sequence[int], text: str = "",
         sampling=Sampling(params.temperature, params.top_p, params.top_k),
         stream=stream,
     )
-
-
-def _output(answer: Answer) -> GenerateOutput:
-    ends = list(itertools.accumulate(run.n_tokens for run in answer.runs))
-    spans = [VersionSpan(str(run.version), end - run.n_tokens, end) for run, end in zip(answer.runs, ends, strict=True)]
-    n = len(answer.token_ids)
-    ended = FinishReason("length", length=n) if answer.finish == "length" else FinishReason("stop", answer.stop or None)
-    log_probs = zip(answer.log_probs, answer.token_ids, strict=True)
-    meta = MetaInfo(
-        id=answer.id,
-        finish_reason=ended,
-        prompt_tokens=len(answer.prompt_ids),
-        completion_tokens=n,
-        cached_tokens=answer.cached_tokens,
-        weight_version=spans[-1].version if spans else None,
-        weight_versions=spans,
-        output_token_logprobs=[(value, token, None) for value, token in log_probs],
-        output_token_logprobs_length=n,
-    )
-    return GenerateOutput(meta_info=meta, text=answer.text, output_ids=list(answer.token_ids))

@@ -96,7 +96,6 @@ class TurnJournal:
 
 response_log = logging.getLogger("sluice.generate")
 
-NOTHING: Final = SampleResult()
 RESPONSE_KIND: Final = Kind(RESPONSES, SampleResult, ("token_ids", "log_probs"), "text", synced=False)
 
 
@@ -149,7 +148,7 @@ class ResponseJournal:
         tokens = sum(len(result.token_ids) for result in records.values())
         self.restored_tokens += tokens
         response_log.info("group %s: %d responses continue after %d recorded tokens", group.key, len(records), tokens)
-        return tuple(records.get(_turn(sample), NOTHING) for sample in samples)
+        return tuple(records.get(_turn(sample), SampleResult()) for sample in samples)
 
     def _read(self, group: PromptGroup, turns: set[Key], oldest: int) -> dict[Key, SampleResult]:
         best: dict[Key, SampleResult] = {}

@@ -256,14 +256,8 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> bytes:
     except SystemExit:
         return ENDED
     except BaseException as error:  # every exception is the code's own, and the next piece still runs
-        _print_error(error)
+        with suppress(BaseException):  # raised if the exception cannot be printed, or there is no room left
+            inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # not this file's frame
+            sys.stdout.write("".join(traceback.format_exception(type(error), error, inner, _FRAMES, chain=False)))
         return FAILED
     return ENDED
-
-
-def _print_error(error: BaseException) -> None:
-    try:
-        inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this file's frame
-        sys.stdout.write("".join(traceback.format_exception(type(error), error, inner, _FRAMES, chain=False)))
-    except BaseException:  # the exception cannot be printed, or there is no room left
-        return

@@ -92,16 +92,17 @@ def _value(node: ast.expr, depth: int) -> Number:
             first, second = _value(left, depth + 1), _value(right, depth + 1)
             if isinstance(first, float) or isinstance(second, float):
                 first, second = _float(first), _float(second)
-            return _computed(op, first, second)
+            if second == 0 and isinstance(op, ast.Div | ast.FloorDiv | ast.Mod):
+                raise ToolCallError("division by zero")
+            value = _OPERATIONS[type(op)](first, second)
+            return _finite(value) if isinstance(value, float) else _bounded(Fraction(value))
     raise ToolCallError(_refusal(node))
 
 
 def _literal(number: int | float) -> Fraction:
-    if isinstance(number, float):
-        if not math.isfinite(number):
-            raise ToolCallError("a number in the expression is too large")
-        return _bounded(Fraction(repr(number)))  # the decimal as written, not the nearest float
-    return _bounded(Fraction(number))
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ToolCallError("a number in the expression is too large")
+    return _bounded(Fraction(repr(number)))  # the decimal as written, not the nearest float
 
 
 def _refusal(node: ast.expr) -> str:
@@ -133,13 +134,6 @@ def _finite(value: float) -> float:
     if not math.isfinite(value):
         raise ToolCallError("the result is too large")
     return value
-
-
-def _computed(op: ast.operator, first: Number, second: Number) -> Number:
-    if second == 0 and isinstance(op, ast.Div | ast.FloorDiv | ast.Mod):
-        raise ToolCallError("division by zero")
-    value = _OPERATIONS[type(op)](first, second)
-    return _finite(value) if isinstance(value, float) else _bounded(Fraction(value))
 
 
 def _power(base: Number, exponent: Number) -> Number:

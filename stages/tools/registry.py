@@ -86,9 +86,13 @@ def resolve_tools(names: Sequence[str], memory_gb: float = 0.0, deadline_s: floa
     Close them with `close_tools`. Limits of a user's tool: `memory_gb` of its process (0 = no limit), and `deadline_s`
     of each call.
     """
-    tools: dict[str, Tool] = {}
+    tools, memory = dict[str, Tool](), int(memory_gb * (1 << 30))
     for name in names:
-        tool = BUILT_IN[name]() if name in BUILT_IN else _own_tool(name, int(memory_gb * (1 << 30)), deadline_s)
+        if name not in BUILT_IN and not all(name.partition(":")):
+            guess = did_you_mean(name, BUILT_IN, otherwise=";")
+            known = f"{', '.join(BUILT_IN)}, or your own as package.module:function"
+            raise UnknownToolError(f"tools: {name!r} is no tool{guess} Known: {known}")
+        tool: Tool = BUILT_IN[name]() if name in BUILT_IN else ToolProcess(name, import_tool(name), memory, deadline_s)
         if tool.name in tools:
             raise UnknownToolError(f"tools: two of them are called {tool.name!r}; rename one or leave it out")
         tools[tool.name] = tool
@@ -100,15 +104,6 @@ async def close_tools(tools: Mapping[str, Tool]) -> None:
     for tool in tools.values():
         if isinstance(tool, ToolProcess):
             await tool.close()
-
-
-def _own_tool(path: str, memory_bytes: int, deadline_s: float) -> Tool:
-    if not all(path.partition(":")):
-        guess = did_you_mean(path, BUILT_IN, otherwise=";")
-        raise UnknownToolError(
-            f"tools: {path!r} is no tool{guess} Known: {', '.join(BUILT_IN)}, or your own as package.module:function"
-        )
-    return ToolProcess(path, import_tool(path), memory_bytes, deadline_s)
 
 
 def main(arguments: list[str]) -> None:

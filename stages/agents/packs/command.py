@@ -89,10 +89,11 @@ class Command:
         finally:
             os.close(given)
         assert process.stdout is not None
-        late = False
+        late, output = False, b""  # the end of the output
         try:
             async with asyncio.timeout(self.deadline_s):
-                output = await _tail(process.stdout)
+                while chunk := await process.stdout.read(65536):
+                    output = (output + chunk)[-4 * _TAIL :]  # a character has four bytes at most
                 status = await process.wait()
         except TimeoutError:
             late, output, status = True, b"", 0
@@ -137,14 +138,6 @@ def variables(endpoint: Endpoint) -> dict[str, str]:
 def filled(template: str, names: Mapping[str, str]) -> str:
     """The text with each {name} replaced, in one pass. Other braces stay, as configuration files need them."""
     return re.sub(rf"\{{({'|'.join(names)})\}}", lambda found: names[found[1]], template)
-
-
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The end of the program's output, read until it is closed."""
-    kept = b""
-    while chunk := await stream.read(65536):
-        kept = (kept + chunk)[-4 * _TAIL :]  # a character has four bytes at most
-    return kept
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
