@@ -37,7 +37,7 @@ _TAIL: Final = 2000  # characters of output in the error of a failed program
 _END_S: Final = 25.0  # for all processes below the guard to end
 
 
-@dataclass
+@dataclass(repr=False)  # the environment may hold keys
 class Command:
     """One run of the program. `argv`, `env` and `files` may contain {prompt}, {model}, {base_url} and {api_key}."""
 

@@ -124,7 +124,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 _shared: dict[str, McpSession] = {}  # of this process, by server
 
 
-@dataclass
+@dataclass(repr=False)  # the environment may hold keys
 class Mcp(ToolEpisode):
     """Options besides those of every tool pack: `command` with `environment`, or `url`; `tools`: the offered tools
     (default: all); `effects`: the tools with side effects, whose calls are made once; `deadline_s` of a call; `start_s`
