@@ -317,9 +317,7 @@ class LoopStage(MapStage):
 
         Called in the generate stage after each turn; an exception fails the rollout.
         """
-        raise TypeError(
-            f"{cls.__name__} is used as a loop stage and must define the class method wants(config, options, message)"
-        )
+        raise TypeError(f"the loop stage {cls.__name__} must define the class method wants(config, options, message)")
 
     @staticmethod
     def read_state(sample: Sample, kind: type[State]) -> State | None:

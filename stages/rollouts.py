@@ -214,9 +214,7 @@ def rollout_fault(parts: Sequence[Sample]) -> str | None:
         if not np.array_equal(part.versions[:n], other.versions[:n]):
             return f"the versions of the first {n} tokens of sequence {part.sequence} are not those of its prefix"
         if not {turn for turn in part.turn_rewards if turn.end <= n} <= set(other.turn_rewards):
-            return (
-                f"sequence {part.sequence} has a turn reward within its prefix that sequence {other.sequence} has not"
-            )
+            return f"sequence {part.sequence} has a turn reward in its prefix that sequence {other.sequence} has not"
     return None
 
 

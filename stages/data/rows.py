@@ -167,9 +167,7 @@ def _prompt(value: object, key: str) -> str | list[Message]:
             raise BadValue("empty prompt", f"the prompt {key!r} is empty")
         return value
     if not isinstance(value, list):
-        raise BadValue(
-            "wrong type", f"the prompt {key!r} is {_kind(value)}; it must be text or a list of chat messages"
-        )
+        raise BadValue("wrong type", f"the prompt {key!r} is {_kind(value)}, not text or a list of chat messages")
     if not value:
         raise BadValue("empty prompt", f"the prompt {key!r} is an empty list of messages")
     return [_message(item, key, position) for position, item in enumerate(value)]
@@ -259,9 +257,7 @@ def _decoded(text: str, key: str, wanted: str) -> object:
     try:
         value: object = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        raise BadValue(
-            "wrong type", f"{key!r} is text that is not JSON; it must be {wanted} or the JSON text of one"
-        ) from None
+        raise BadValue("wrong type", f"{key!r} is no JSON text; it must be {wanted} or the JSON text of one") from None
     return value
 
 

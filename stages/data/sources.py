@@ -162,9 +162,7 @@ def open_parquet(file: str, path: Path, keys: Sequence[str]) -> Table:
         columns = parquet.read_schema(path).names
         table = parquet.read_table(path, columns=[key for key in keys if key in columns])
     except (pyarrow.ArrowException, OSError) as error:
-        raise SourceError(
-            f"prompt file {file!r} cannot be read as Parquet ({error}); check the file or its suffix"
-        ) from error
+        raise SourceError(f"prompt file {file!r} cannot be read as Parquet ({error}); check file and suffix") from error
     if not table.column_names:
         # A table without columns has no rows: keep one column, so that the missing key is reported and not emptiness.
         table = parquet.read_table(path, columns=columns[:1])

@@ -214,7 +214,7 @@ class WeightRoutes:
         route = self._routes.get(announcement.transport)
         if route is None:
             raise RouteUnfit(
-                f"weights are announced by transport {announcement.transport!r}; known are {', '.join(self._routes)}"
+                f"weights come by transport {announcement.transport!r}, none of {', '.join(self._routes)}"
             )
         if not in_full:
             return route

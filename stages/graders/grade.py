@@ -97,9 +97,7 @@ def as_grade(value: object, key: str | None = None) -> Grade:
         return _from_mapping(value, key)
     number = _number(value)
     if number is None:
-        return failed(
-            f"the grader returned {type(value).__name__}; it must return a number, a dict with 'score', or a Grade"
-        )
+        return failed(f"the grader returned {type(value).__name__}; return a number, a dict with 'score', or a Grade")
     return _checked(Grade(number))
 
 

@@ -119,9 +119,7 @@ async def _finish(answer: Awaitable[object]) -> object:
 def _of_group(answers: object, request: GradeRequest) -> Grade:
     """A grade whose members are those of the group, or one failed grade for all of it."""
     if isinstance(answers, str | bytes | Mapping | Grade) or not isinstance(answers, Iterable):
-        return failed(
-            f"the group grader returned {type(answers).__name__}; it must return a list with a grade for each response"
-        )
+        return failed(f"the group grader returned {type(answers).__name__}; return a list, a grade for each response")
     members = tuple(as_grade(answer, request.reward_key) for answer in answers)
     if len(members) != len(request.responses):
         return failed(
@@ -284,9 +282,7 @@ def choose_auto(labels: Iterable[str | None]) -> tuple[str, str]:
     """(grader, reason) from a sample of the labels. Raises UnknownGraderError if the labels do not agree."""
     known = [label for label in labels if label is not None and label.strip()]
     if not known:
-        raise UnknownGraderError(
-            f"rm_type 'auto' chooses by the labels, but there are none; set --label-key, or {_CURE}"
-        )
+        raise UnknownGraderError(f"rm_type 'auto' chooses by labels, but there are none; set --label-key, or {_CURE}")
     marked = sum(marked_number(label) is not None for label in known)
     if marked == len(known):
         return "gsm8k", f"all {marked} sampled labels end in '#### number'"

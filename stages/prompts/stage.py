@@ -268,12 +268,9 @@ class PromptStage(Stage):
             if group is None:
                 continue
             self.curriculum.observe(self.order.index(group.position)[1], report.pass_rate)
-            if report.outcome == "trained":
-                if self.drawn is not None:
-                    self.drawn.forget(group.position)
-                continue
-            self.idle_groups += 1
-            self.reasons[f"{report.outcome}: {report.detail}"] += 1
+            if report.outcome != "trained":
+                self.idle_groups += 1
+                self.reasons[f"{report.outcome}: {report.detail}"] += 1
             requeue = self.config.asynchrony.async_unused_samples_handler != "drop"
             if report.outcome in ("stale", "discarded") and requeue and group.requeued == 0:
                 self._requeue.append(group.position)

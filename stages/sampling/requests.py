@@ -174,15 +174,11 @@ class Sent(Struct, frozen=True):
         prefix, _, _ = label.partition(".")
         version = label_version(label)
         if self.generation and prefix != self.generation:
-            raise VersionLabelError(
-                f"weights {label!r} are of another run; those of this run are called {self.generation}.N"
-            )
+            raise VersionLabelError(f"weights {label!r} are of another run; this run's are called {self.generation}.N")
         if self.met is not None and version < label_version(self.met):
             raise VersionLabelError(f"weights {label!r} are older than {self.met}, which the engine had at the request")
         if version < self.oldest:
-            raise VersionLabelError(
-                f"weights {label!r} are older than version {self.oldest}, which it had at the request"
-            )
+            raise VersionLabelError(f"weights {label!r} are older than {self.oldest}, which it had at the request")
         if self.newest is not None and version > self.newest:
             raise VersionLabelError(f"weights {label!r} are newer than any that were published (up to {self.newest})")
         return version

@@ -57,9 +57,7 @@ async def await_landing(topic: Topic, newest: int, pinned: int, given_up: Callab
             return
         revision = await wait_at_most(1.0, topic.wait(revision, *KEYS)) or revision
     if not given_up():
-        log.warning(
-            "the slot before version %d is overwritten although an engine has not applied version %d", newest, pinned
-        )
+        log.warning("the slot before version %d is overwritten, although an engine lacks version %d", newest, pinned)
 
 
 CANARIES: Final = 4

@@ -318,7 +318,7 @@ async def test_a_bug_of_the_stage_itself_ends_the_replica(rig: Rig) -> None:
 
 
 def test_a_loop_stage_must_say_what_it_wants() -> None:
-    with pytest.raises(TypeError, match=r"Forgetful is used as a loop stage and must define the class method wants"):
+    with pytest.raises(TypeError, match=r"the loop stage Forgetful must define the class method wants"):
         Forgetful.wants(Config(), {}, make_slice(0))
 
 

@@ -242,14 +242,14 @@ UNSETTLED = Sent(AnswerLimits.of(WIRE, 50), generation="7", oldest=2, newest=5) 
 @pytest.mark.parametrize(
     ("sent", "ids", "labels", "words"),
     [
-        (SENT, [4, 5], ["6.9"], "weights '6.9' are of another run; those of this run are called 7.N"),
+        (SENT, [4, 5], ["6.9"], "weights '6.9' are of another run; this run's are called 7.N"),
         (SENT, [4, 5], ["7.2"], "weights '7.2' are older than 7.3, which the engine had at the request"),
         (SENT, [4, 5], ["7.3", "7.1"], "weights '7.1' are older than 7.3"),
         (SENT, [4, 5], ["7.6"], "weights '7.6' are newer than any that were published (up to 5)"),
         *((SENT, [4, 5], [label], "is not of the form generation.version") for label in NO_VERSIONS),
         (SENT, [4, 5, 6], ["7.3"], "has 3 new tokens, and 2 were allowed"),
         (SENT, [4, 50], ["7.3"], "holds token 50, outside the vocabulary of 50"),
-        (UNSETTLED, [4, 5], ["7.1"], "older than version 2, which it had at the request"),
+        (UNSETTLED, [4, 5], ["7.1"], "older than 2, which it had at the request"),
         (UNSETTLED, [4, 5], ["7.6"], "newer than any"),
     ],
 )

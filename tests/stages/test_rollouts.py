@@ -199,10 +199,7 @@ def test_the_return_of_a_rollout_is_what_its_group_is_compared_by() -> None:
         ),
         ({"prefix": Prefix(0, 8)}, "the prefix of sequence 1 has 8 tokens, but the sequences have 9 and 7"),
         ({"prefix": Prefix(0, 6)}, "the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"),
-        (
-            {"turn_rewards": (TurnReward(5, 1.0),)},
-            "sequence 1 has a turn reward within its prefix that sequence 0 has not",
-        ),
+        ({"turn_rewards": (TurnReward(5, 1.0),)}, "sequence 1 has a turn reward in its prefix that sequence 0 has not"),
         ({"turn_rewards": (TurnReward(3, 1.0),)}, "the turn that ends at 3 of 9 tokens has reward 1.0"),
         ({"turn_rewards": (TurnReward(9, float("nan")),)}, "has reward nan"),
     ],

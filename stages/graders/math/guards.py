@@ -81,8 +81,20 @@ class _Bound(Struct):
 
 def refusal_of(text: str, *, evaluates: bool = True) -> str | None:
     """Why a text must not reach a symbolic engine, or None. `evaluates`: it works out sums, integrals and limits."""
+    if len(text) > MAX_CHARS:
+        return f"longer than {MAX_CHARS} characters"
+    shapes = (
+        ("factorial" in text.lower(), "a factorial in words"),
+        ("__" in text, "a double underscore, which no formula has"),
+        (_EXPONENT_NOTATION.search(text), "an exponent of 4 digits or more"),
+        (_LONG_RUN.search(text), f"{MAX_OPERATORS} signs in a row"),
+        (_LONG_WORD.search(text), f"a word of {MAX_LETTERS} letters"),
+        (nesting(text) > MAX_DEPTH, f"brackets nested deeper than {MAX_DEPTH}"),
+    )
+    for found, reason in shapes:
+        if found:
+            return reason
     try:
-        _check_shape(text)
         _Scan(text, evaluates).sequence()
     except _Refused as refused:
         return str(refused)
@@ -92,23 +104,6 @@ def refusal_of(text: str, *, evaluates: bool = True) -> str | None:
 def nesting(text: str) -> int:
     """How deep the brackets of a text are nested."""
     return max(accumulate(((character in "({[") - (character in ")}]") for character in text), initial=0))
-
-
-def _check_shape(text: str) -> None:
-    if len(text) > MAX_CHARS:
-        raise _Refused(f"longer than {MAX_CHARS} characters")
-    if "factorial" in text.lower():
-        raise _Refused("a factorial in words")
-    if "__" in text:
-        raise _Refused("a double underscore, which no formula has")
-    if _EXPONENT_NOTATION.search(text):
-        raise _Refused("an exponent of 4 digits or more")
-    if _LONG_RUN.search(text):
-        raise _Refused(f"{MAX_OPERATORS} signs in a row")
-    if _LONG_WORD.search(text):
-        raise _Refused(f"a word of {MAX_LETTERS} letters")
-    if nesting(text) > MAX_DEPTH:
-        raise _Refused(f"brackets nested deeper than {MAX_DEPTH}")
 
 
 class _Scan:

@@ -307,7 +307,7 @@ def test_a_full_row() -> None:
     ({}, "missing key", "no key 'input' .* keys here: none"),
     ({"inputs": "p", "x": 1}, "missing key", "keys here: inputs, x; did you mean 'inputs'"),
     ({"input": None}, "missing key", "no key 'input' \\(or it is null\\)"),
-    ({"input": 3}, "wrong type", "is a number; it must be text or a list"),
+    ({"input": 3}, "wrong type", "is a number, not text or a list"),
     ({"input": " \n"}, "empty prompt", "is empty"),
     ({"input": []}, "empty prompt", "empty list of messages"),
     ({"input": ["hi"]}, "wrong type", "message 0 of the prompt 'input' is text"),
@@ -385,7 +385,7 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
     ("nowhere.jsonl", None, r"no file or directory '.*nowhere\.jsonl'.*give the path of JSONL"),
     ("rows.csv", "input\n", "suffix '.csv' names no known format; use JSONL"),
     ("empty.jsonl", "\n\n", "the file has no rows"),
-    ("bad.parquet", "{}", "cannot be read as Parquet .*check the file or its suffix"),
+    ("bad.parquet", "{}", "cannot be read as Parquet .*check file and suffix"),
     ("", None, r"not one written by Dataset\.save_to_disk"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named_with_the_cure(
