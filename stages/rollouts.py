@@ -15,7 +15,8 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -60,17 +61,15 @@ def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sam
 def cut(sample: Sample, length: int) -> Sample:
     """The first `length` tokens, at least the prompt: for a sample with too many observation tokens at its end."""
     length = max(length, sample.prompt_length)
-    runs: list[VersionRun] = []
-    left = length
-    for run in sample.version_runs:
-        runs.append(VersionRun(run.version, min(run.n_tokens, left)))
-        left -= runs[-1].n_tokens
+    kept = tuple(
+        VersionRun(version, min(end, length) - start) for version, start, end in sample.spans() if start < length
+    )
     return msgspec.structs.replace(
         sample,
         token_ids=wire(sample.token_ids[:length], Int32Array),
         loss_mask=wire(sample.loss_mask[:length], UInt8Array),
         log_probs=wire(sample.log_probs[:length], Float32Array),
-        version_runs=join_runs(tuple(runs), ()),
+        version_runs=join_runs(kept, ()),
     )
 
 
@@ -137,15 +136,9 @@ def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
 
 def join_runs(first: tuple[VersionRun, ...], second: tuple[VersionRun, ...]) -> tuple[VersionRun, ...]:
     """Concatenate version runs, merging neighbours of one version."""
-    joined: list[VersionRun] = []
-    for run in (*first, *second):
-        if run.n_tokens == 0:
-            continue
-        if joined and joined[-1].version == run.version:
-            joined[-1] = VersionRun(run.version, joined[-1].n_tokens + run.n_tokens)
-        else:
-            joined.append(run)
-    return tuple(joined)
+    kept = [run for run in (*first, *second) if run.n_tokens]
+    neighbours = groupby(kept, key=attrgetter("version"))
+    return tuple(VersionRun(version, sum(run.n_tokens for run in runs)) for version, runs in neighbours)
 
 
 def runs_of(values: npt.NDArray[np.integer]) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -91,17 +93,10 @@ class SampleRow(Struct, frozen=True, kw_only=True):
 
 def stretches(sample: Sample) -> list[tuple[Literal["model", "observation"], int, int]]:
     """(role, start, end) of what follows the prompt: tokens that weights of the run made, and others, in turns."""
-    found: list[tuple[Literal["model", "observation"], int, int]] = []
-    for version, start, end in sample.spans():
-        role: Literal["model", "observation"] = "model" if version >= 0 else "observation"
-        begin = max(start, sample.prompt_length)
-        if begin >= end:
-            continue
-        if found and found[-1][0] == role:
-            found[-1] = (role, found[-1][1], end)
-        else:
-            found.append((role, begin, end))
-    return found
+    spans = [(version >= 0, max(start, sample.prompt_length), end) for version, start, end in sample.spans()]
+    filled = [span for span in spans if span[1] < span[2]]
+    turns = [list(turn) for _, turn in groupby(filled, key=itemgetter(0))]
+    return [("model" if turn[0][0] else "observation", turn[0][1], turn[-1][2]) for turn in turns]
 
 
 class SampleLog:

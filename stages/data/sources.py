@@ -91,9 +91,7 @@ class JsonLines:
             offset += len(line)
         head = os.pread(self._handle.fileno(), 64, starts[0]) if starts else b""
         if head.split(b"\n", 1)[0].strip() in (b"[", b"{"):  # what an indented JSON document begins with
-            raise SourceError(
-                f"prompt file {self.file!r} is one JSON document over several lines; write one JSON object per line"
-            )
+            raise SourceError(f"{self.file!r} is one JSON document over several lines; write one JSON object per line")
         return np.array(starts, np.int64), np.array(ends, np.int64), np.array(lines, np.int64)
 
     def keep(self, rows: slice) -> None:

@@ -213,9 +213,7 @@ class WeightRoutes:
         """The announced route; with `in_full` the safest route, all weights loaded from a directory."""
         route = self._routes.get(announcement.transport)
         if route is None:
-            raise RouteUnfit(
-                f"weights come by transport {announcement.transport!r}, none of {', '.join(self._routes)}"
-            )
+            raise RouteUnfit(f"weights come by transport {announcement.transport!r}, none of {', '.join(self._routes)}")
         if not in_full:
             return route
         if isinstance(route, DeltaRoute) and not Path(announcement.path).is_dir():

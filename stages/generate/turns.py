@@ -70,7 +70,11 @@ class Turns:
                     tasks.create_task(self._late(group, sample, deadline, done))
                 return
             restored = await self.journal.restore(group, samples, oldest)
-            progress = self._progress(group, samples, budget)
+            # A receiver of partial responses, if a response may become long enough for a record.
+            journal, partial = self.journal, group.purpose == "train" and self.requests.rollout.partial_rollout
+            progress = None
+            if partial and 0 < journal.tokens < budget:
+                progress = Progress(journal.tokens, lambda place, result: journal.keep(group, samples[place], result))
             cancel_stale = self.requests.cancels_stale(group)
             request = replace(self.requests.of(group, samples, budget, deadline), cancel_stale=cancel_stale)
             async with self.sampler.stream(request, restored, progress) as members:
@@ -82,13 +86,6 @@ class Turns:
                         tasks.create_task(self._late(group, sample, deadline, done))
                     else:
                         done(sample)
-
-    def _progress(self, group: PromptGroup, samples: Sequence[Sample], budget: int) -> Progress | None:
-        """The receiver of partial responses, if a response may become long enough for a record."""
-        journal = self.journal
-        if group.purpose == "eval" or not self.requests.rollout.partial_rollout or not 0 < journal.tokens < budget:
-            return None
-        return Progress(journal.tokens, lambda place, result: journal.keep(group, samples[place], result))
 
     async def _late(self, group: PromptGroup, sample: Sample, deadline: Deadline, done: Ended) -> None:
         """A sample reached its deadline: keep it as it is, or restart it."""

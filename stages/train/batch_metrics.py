@@ -7,6 +7,7 @@ unit of `staleness/*` is the trained token; names are those of docs/metrics.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -95,12 +96,10 @@ def _staleness_metrics(
 
 def quantile(histogram: Mapping[int, int], share: float) -> int:
     """Smallest value that covers this share of the counts; 0 of an empty histogram."""
-    total, covered = sum(histogram.values()), 0
-    for value in sorted(histogram):
-        covered += histogram[value]
-        if covered >= share * total:
-            return value
-    return 0
+    values = sorted(histogram)
+    covered = accumulate(histogram[value] for value in values)
+    wanted = share * sum(histogram.values())
+    return next((value for value, count in zip(values, covered, strict=True) if count >= wanted), 0)
 
 
 def _group_metrics(slices: Sequence[RolloutSlice]) -> dict[str, float]:

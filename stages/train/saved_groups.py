@@ -151,9 +151,7 @@ def read_groups(checkpoint: Path, wanted: Collection[int]) -> list[RestoredLease
     except (OSError, ValueError, LayoutError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint of this run") from error
     if len(found) != len(wanted):
-        raise CheckpointError(
-            f"{path} holds {len(found)} of the {len(wanted)} groups that are to be restored; use another checkpoint"
-        )
+        raise CheckpointError(f"{path} holds {len(found)} of {len(wanted)} groups to restore; use another checkpoint")
     return found
 
 

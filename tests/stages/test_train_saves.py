@@ -160,7 +160,7 @@ async def test_a_group_that_is_promised_and_missing_ends_the_replica(training: T
 
     with pytest.raises(ExceptionGroup) as caught:
         await train()
-    assert caught.group_contains(CheckpointError, match="holds 1 of the 2 groups that are to be restored")
+    assert caught.group_contains(CheckpointError, match="holds 1 of 2 groups to restore")
 
 
 def lost(tmp_path: Path, *batches: Sequence[int], step: int = 0, **fields: object) -> TrainOptions:

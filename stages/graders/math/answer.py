@@ -28,6 +28,7 @@ _COMMANDS: tuple[Literal["\\boxed"], Literal["\\fbox"]] = ("\\boxed", "\\fbox")
 _SPACE = re.compile(r"\s*")
 _EMPTY = re.compile(r"\s*\\(?:boxed|fbox)\s*\{\s*\}\s*")
 _BARE = re.compile(r"[^\s$]+")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character
 _OPEN, _CLOSE = "<think>", "</think>"
 _DROPPED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%")
 _ROOT = re.compile(r"\\sqrt(?=[^{])(.)", re.DOTALL)
@@ -88,18 +89,10 @@ def unboxed(label: str) -> str:
 def _in_braces(text: str, start: int) -> str | None:
     """What stands between the brace at `start` and the one that closes it; escaped braces do not count."""
     depth = 0
-    position = start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 1
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : position]
-        position += 1
+    for found in _BRACE.finditer(text, start):
+        depth += (found[0] == "{") - (found[0] == "}")
+        if depth == 0:
+            return text[start + 1 : found.start()]
     return None
 
 

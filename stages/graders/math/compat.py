@@ -16,8 +16,8 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from stages.graders.math.answer import math_style, untexted
@@ -211,16 +211,8 @@ def _without_commands(text: str) -> str:
 def _elements(text: str) -> list[str]:
     """The parts between the commas at the top, of a bracketed list inside its brackets."""
     inside = text[1:-1] if _is_bracketed(text) and "," in text else text
-    parts, depth, start = [], 0, 0
-    for position, character in enumerate(inside):
-        if character in _OPEN:
-            depth += 1
-        elif character in _CLOSE:
-            depth -= 1
-        elif character == "," and depth == 0:
-            parts.append(inside[start:position])
-            start = position + 1
-    parts.append(inside[start:])
+    commas = [place for place, depth in enumerate(_depths(inside)) if depth == 0 and inside[place] == ","]
+    parts = [inside[start + 1 : end] for start, end in pairwise([-1, *commas, len(inside)])]
     return parts if len(parts) > 1 else [text]
 
 
@@ -228,8 +220,12 @@ def _is_bracketed(text: str) -> bool:
     """Whether the first bracket is closed by the last character."""
     if len(text) < 2 or text[0] not in _OPEN or text[-1] not in _CLOSE:
         return False
-    depths = accumulate((character in _OPEN) - (character in _CLOSE) for character in text)
-    return next((position for position, depth in enumerate(depths) if depth == 0), -1) == len(text) - 1
+    return next((position for position, depth in enumerate(_depths(text)) if depth == 0), -1) == len(text) - 1
+
+
+def _depths(text: str) -> Iterator[int]:
+    """In how many brackets each character stands; one that opens counts as inside, one that closes as outside."""
+    return accumulate((character in _OPEN) - (character in _CLOSE) for character in text)
 
 
 def _brackets(text: str) -> tuple[str, str]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import accumulate, groupby, islice
+from operator import itemgetter
 
 from msgspec import Struct
 
@@ -103,18 +105,16 @@ def _word(found: re.Match[str]) -> str:
 
 def _grouped(text: str) -> str:
     """Thousands commas outside of round, square and set brackets closed up; braces that group are none."""
-    pieces, start, depth = [], 0, 0
+    depth, inside = 0, list[bool]()  # of each character
     for position, character in enumerate(text):
         escaped = text[position - 1 : position] == "\\"
         opens, closes = "([{" if escaped else "([", ")]}" if escaped else ")]"
-        step = (character in opens) - (character in closes)
-        if step and depth in (0, 1):
-            piece = text[start:position]
-            pieces.append(piece if depth else _COMMA_GROUPS.sub(lambda found: found[0].replace(",", ""), piece))
-            start = position
-        depth = max(0, depth + step)
-    piece = text[start:]
-    pieces.append(piece if depth else _COMMA_GROUPS.sub(lambda found: found[0].replace(",", ""), piece))
+        depth = max(0, depth + (character in opens) - (character in closes))
+        inside.append(depth > 0)
+    pieces: list[str] = []
+    for enclosed, characters in groupby(zip(inside, text, strict=True), key=itemgetter(0)):
+        piece = "".join(character for _, character in characters)
+        pieces.append(piece if enclosed else _COMMA_GROUPS.sub(lambda found: found[0].replace(",", ""), piece))
     return "".join(pieces)
 
 
@@ -143,12 +143,8 @@ def _rooted(text: str) -> str:
 
 def _group_end(text: str, start: int, pair: str = "{}") -> int:
     """Behind the brace that closes the one at `start`."""
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] == pair[0]) - (text[position] == pair[1])
-        if depth == 0:
-            return position + 1
-    return len(text)
+    depths = accumulate((character == pair[0]) - (character == pair[1]) for character in islice(text, start, None))
+    return next((start + place for place, depth in enumerate(depths, start=1) if depth == 0), len(text))
 
 
 def _periodic(found: re.Match[str]) -> str:
