@@ -231,12 +231,6 @@ def in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
     return ended
 
 
-def _is_cancelled() -> bool:
-    """Whether the running task has been cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def failed(slice_: RolloutSlice, reason: str) -> RolloutSlice:
     """The same slice with every sample marked failed for the reason."""
     samples = tuple(msgspec.structs.replace(s, status="failed", error=reason) for s in slice_.samples)
@@ -285,7 +279,8 @@ class MapStage(Stage):
                     result = await self.process(message)
                 except (Exception, asyncio.CancelledError) as error:
                     # Raised by the work itself it would end this task in silence, and with it a place for messages.
-                    if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                    task = asyncio.current_task()
+                    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                         raise
                     self.activity.failures += 1
                     log.warning("%s failed on group %d: %r", name, message.group.group_id, error, exc_info=True)

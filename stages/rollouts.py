@@ -61,15 +61,13 @@ def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sam
 def cut(sample: Sample, length: int) -> Sample:
     """The first `length` tokens, at least the prompt: for a sample with too many observation tokens at its end."""
     length = max(length, sample.prompt_length)
-    kept = tuple(
-        VersionRun(version, min(end, length) - start) for version, start, end in sample.spans() if start < length
-    )
+    kept = ((version, min(end, length) - start) for version, start, end in sample.spans() if start < length)
     return msgspec.structs.replace(
         sample,
         token_ids=wire(sample.token_ids[:length], Int32Array),
         loss_mask=wire(sample.loss_mask[:length], UInt8Array),
         log_probs=wire(sample.log_probs[:length], Float32Array),
-        version_runs=join_runs(kept, ()),
+        version_runs=join_runs(tuple(VersionRun(*run) for run in kept), ()),
     )
 
 
@@ -78,17 +76,9 @@ def branch(sample: Sample, length: int) -> Sample:
 
     It takes over no text, no counts and no rewards; `as_rollout` gives it its place.
     """
-    head = cut(sample, length)
-    return msgspec.structs.replace(
-        new_sample((), sample.index),
-        token_ids=head.token_ids,
-        prompt_length=head.prompt_length,
-        loss_mask=head.loss_mask,
-        log_probs=head.log_probs,
-        version_runs=head.version_runs,
-        turns=sample.turns,
-        prefix=Prefix(sample.sequence, head.length),
-    )
+    head, taken = cut(sample, length), ("token_ids", "prompt_length", "loss_mask", "log_probs", "version_runs", "turns")
+    fresh = _with_fields(new_sample((), sample.index), head, taken)
+    return msgspec.structs.replace(fresh, prefix=Prefix(sample.sequence, head.length))
 
 
 def as_rollout(*samples: Sample) -> tuple[Sample, ...]:
@@ -102,16 +92,13 @@ def as_rollout(*samples: Sample) -> tuple[Sample, ...]:
 
 def without_tokens(sample: Sample) -> Sample:
     """The sample without its tokens: for a failed sample that is too large to travel."""
-    return msgspec.structs.replace(
-        new_sample((), sample.index),
-        status=sample.status,
-        turns=sample.turns,
-        error=sample.error,
-        generate_s=sample.generate_s,
-        sequence=sample.sequence,
-        sequences=sample.sequences,
-        policy=sample.policy,
-    )
+    kept = ("status", "turns", "error", "generate_s", "sequence", "sequences", "policy")
+    return _with_fields(new_sample((), sample.index), sample, kept)
+
+
+def _with_fields(sample: Sample, other: Sample, names: Sequence[str]) -> Sample:
+    """The sample with these fields of the other one."""
+    return msgspec.structs.replace(sample, **{name: getattr(other, name) for name in names})
 
 
 def with_tokens(
@@ -178,8 +165,8 @@ def counting(samples: Iterable[Sample]) -> tuple[Sample, ...]:
     found: list[Sample] = []
     for *parts, last in rollouts(samples):
         if all(part.status in MEMBER_STATUSES for part in (*parts, last)):
-            graded = {name: getattr(last, name) for name in ("reward", "raw_reward", "reward_parts", "is_correct")}
-            found += [*(msgspec.structs.replace(part, **graded) for part in parts), last]
+            grade = ("reward", "raw_reward", "reward_parts", "is_correct")
+            found += [*(_with_fields(part, last, grade) for part in parts), last]
     return tuple(found)
 
 

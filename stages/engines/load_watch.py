@@ -21,7 +21,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from configs.schema import Config
@@ -70,15 +69,6 @@ STEPS: Final = 32  # observations from 0 to `most`
 QUEUE_LOOKS: Final = 2  # observations in a row with a longer queue
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One observation of an engine, all its data-parallel ranks together."""
-
-    usage: float  # share of the KV cache in use, of the fullest rank
-    waiting: int  # requests in the engine's queue
-    retractions: int = 0  # since the previous observation, for lack of room
-
-
 class Limit:
     """Controller of one engine's limit, in samples. No I/O, no clock."""
 
@@ -88,16 +78,23 @@ class Limit:
         self._waiting = 0
         self._longer = 0
 
-    def observe(self, reading: Reading, in_flight: int) -> int:
-        """The limit after one more observation; `in_flight` samples are at the engine now."""
-        self._longer = self._longer + 1 if reading.waiting > self._waiting else 0
-        self._waiting = reading.waiting
-        if reading.usage >= HIGH_USAGE or reading.retractions > 0 or self._longer >= QUEUE_LOOKS:
+    def observe(self, usage: float, waiting: int, retractions: int, in_flight: int) -> int:
+        """The limit after one more observation of an engine, all its data-parallel ranks together.
+
+        Args:
+            usage: share of the KV cache in use, of the fullest rank.
+            waiting: requests in the engine's queue.
+            retractions: since the previous observation, for lack of room.
+            in_flight: samples at the engine now.
+        """
+        self._longer = self._longer + 1 if waiting > self._waiting else 0
+        self._waiting = waiting
+        if usage >= HIGH_USAGE or retractions > 0 or self._longer >= QUEUE_LOOKS:
             if in_flight <= self.value:
                 self.value = max(1, int(CUT * min(self.value, max(in_flight, 1))))
                 self.cuts += 1
                 self._longer = 0
-        elif reading.usage <= CALM_USAGE:
+        elif usage <= CALM_USAGE:
             self.value = min(self.most, self.value + max(1, self.most // STEPS))
         return self.value
 
@@ -165,6 +162,6 @@ class LoadWatch:
         if self.adaptive and control.entry.state == "serving":
             usage = max(load.token_usage for load in loads)
             retractions = retractions if usage >= CALM_USAGE else 0  # below it they had another cause
-            limit.observe(Reading(usage, waiting, retractions), running + waiting)
+            limit.observe(usage, waiting, retractions, running + waiting)
         if limit.value != control.entry.limit:
             await control.publish(topic, limit=limit.value)

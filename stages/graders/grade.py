@@ -160,7 +160,7 @@ class Grader(Struct, frozen=True):
     needs_label: bool = False
     in_stage: bool = True  # cheap and safe enough to run in the stage's own process
     wrong: float | None = None
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[], object] | None = None
 
 
 class Entry(Struct, frozen=True):

@@ -174,7 +174,7 @@ GRADERS: dict[str, Grader | Entry] = {
     "exact_match": against_label(compare.grade_exact_match),
     "gpqa": Grader(compare.grade_gpqa),
     "ifeval": Grader(ifeval.grade_ifeval, in_stage=False, wrong=0.0, prepare=ifeval_rules.prepare_language),
-    "ifbench": Grader(ifeval.grade_ifbench, in_stage=False, wrong=0.0, prepare=ifeval.prepare_ifbench),
+    "ifbench": Grader(ifeval.grade_ifbench, in_stage=False, wrong=0.0, prepare=ifeval.checkers),
     "code": Entry(code_grader, "code or code:SECONDS"),
     "format": Entry(compare.format_grader, "format:REGEX"),
     "remote": Entry(stage_grader, "remote or remote:URL"),

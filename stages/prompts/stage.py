@@ -200,13 +200,8 @@ class PromptStage(Stage):
         prompt = self.prompts.get(index)
         n_samples = 1 if self.supervised else self.config.rollout.n_samples_per_prompt
         fresh = prompt.group(group.group_id, index, n_samples, sampling_seed(self.config.run.seed, group.group_id))
-        message = msgspec.structs.replace(
-            fresh,
-            epoch=epoch,
-            requeued=group.requeued,
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-        )
+        drawn = msgspec.structs.asdict(self.sampling)
+        message = msgspec.structs.replace(fresh, epoch=epoch, requeued=group.requeued, **drawn)
         self.activity.items_out += 1
         sent: PromptGroup | RolloutSlice = message
         if self.saved is not None:

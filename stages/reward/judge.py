@@ -117,8 +117,15 @@ class Judge:
         text = fill(self.template, prompt, response, label)
         reason, timed_out = "", False
         for attempt in range(self.reward.rm_retries + 1):
+            params = SamplingParams(
+                temperature=RETRY_TEMPERATURE if attempt else 0.0,
+                max_new_tokens=self.reward.judge_max_tokens,
+                sampling_seed=(seed + attempt) & 0x7FFFFFFF,
+            )
+            limit_s = self.reward.rm_timeout_s
+            request = SampleRequest(params, text=text, policy=name, deadline_s=limit_s, log_probs=False)
             async with self._places:
-                (answer,) = await self.sampler.sample(self._request(name, text, seed, attempt))
+                (answer,) = await self.sampler.sample(request)
             if isinstance(answer.error, (EngineUnreachable, EngineTimeout)):
                 reason, timed_out = str(answer.error), isinstance(answer.error, EngineTimeout)
                 continue
@@ -130,11 +137,3 @@ class Judge:
             reason = f"no line 'Score: X' with X in 0..1 in its answer, which ends {clean(answer.text[-80:])!r}"
         tries = "" if self.reward.rm_retries == 0 else f", in {self.reward.rm_retries + 1} tries"
         return failed(f"judge {name!r}: {reason}{tries}", "timeout" if timed_out else "error")
-
-    def _request(self, name: str, text: str, seed: int, attempt: int) -> SampleRequest:
-        params = SamplingParams(
-            temperature=RETRY_TEMPERATURE if attempt else 0.0,
-            max_new_tokens=self.reward.judge_max_tokens,
-            sampling_seed=(seed + attempt) & 0x7FFFFFFF,
-        )
-        return SampleRequest(params, text=text, policy=name, deadline_s=self.reward.rm_timeout_s, log_probs=False)

@@ -19,7 +19,7 @@ from models.engines.protocol import Load
 from models.errors import EngineRefused, TornWeights
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
-from stages.engines.load_watch import CALM_USAGE, CUT, HIGH_USAGE, STEPS, IdleMeter, Limit, LoadWatch, Reading
+from stages.engines.load_watch import CALM_USAGE, CUT, HIGH_USAGE, STEPS, IdleMeter, Limit, LoadWatch
 from stages.engines.stage import END, FetcherStage
 from stages.messages import WeightsAnnouncement
 from stages.ports import Ports, SameHost
@@ -329,9 +329,9 @@ def test_a_share_is_a_share(looks: list[tuple[float, float, int]]) -> None:
         assert share is None or 0.0 <= share <= 1.0
 
 
-READINGS = st.builds(Reading, usage=st.floats(0.0, 1.0), waiting=st.integers(0, 1000), retractions=st.integers(0, 3))
-CALM = Reading(0.1, 0)
-FULL = Reading(HIGH_USAGE, 0)
+Reading = tuple[float, int, int]  # usage, waiting, retractions
+READINGS = st.tuples(st.floats(0.0, 1.0), st.integers(0, 1000), st.integers(0, 3))
+CALM, FULL = (0.1, 0, 0), (HIGH_USAGE, 0, 0)
 
 
 @settings(deadline=None)
@@ -342,13 +342,13 @@ def test_the_limit_stays_within_its_bounds_and_takes_one_step_at_a_time(
     limit = Limit(most)
     for reading, in_flight in looks:
         before = limit.value
-        after = limit.observe(reading, in_flight)
+        after = limit.observe(*reading, in_flight)
         assert 1 <= after <= most
         assert after <= before + max(1, most // STEPS)
         if after < before:
             assert in_flight <= before, "the cut before had its effect"
             assert after == max(1, int(CUT * max(in_flight, 1)))
-            assert reading.usage >= HIGH_USAGE or reading.retractions or reading.waiting
+            assert reading[0] >= HIGH_USAGE or any(reading[1:])
 
 
 @settings(deadline=None)
@@ -356,19 +356,19 @@ def test_the_limit_stays_within_its_bounds_and_takes_one_step_at_a_time(
 def test_a_calm_engine_gets_all_its_samples_back(most: int, looks: list[tuple[Reading, int]]) -> None:
     limit = Limit(most)
     for reading, in_flight in looks:
-        limit.observe(reading, in_flight)
+        limit.observe(*reading, in_flight)
     for _ in range(2 * STEPS):
-        limit.observe(CALM, limit.value)
+        limit.observe(*CALM, limit.value)
     assert limit.value == most
 
 
 def test_a_full_cache_is_answered_once_until_the_samples_have_come_down() -> None:
     limit = Limit(100)
-    assert limit.observe(FULL, 80) == 60
-    assert limit.observe(FULL, 78) == 60, "what runs needs its time to end"
-    assert limit.observe(FULL, 60) == 45
+    assert limit.observe(*FULL, 80) == 60
+    assert limit.observe(*FULL, 78) == 60, "what runs needs its time to end"
+    assert limit.observe(*FULL, 60) == 45
     assert limit.cuts == 2
-    assert limit.observe(Reading((HIGH_USAGE + CALM_USAGE) / 2, 0), 45) == 45, "between the marks nothing changes"
-    assert limit.observe(CALM, 45) == 48
+    assert limit.observe((HIGH_USAGE + CALM_USAGE) / 2, 0, 0, 45) == 45, "between the marks nothing changes"
+    assert limit.observe(*CALM, 45) == 48
     limit.restart()
     assert limit.value == 100, "of an engine that was started anew"

@@ -78,32 +78,25 @@ def read_instructions(metadata: str, grader: str, names: Collection[str]) -> lis
 
 
 @lru_cache(maxsize=1)
-def prepare_ifbench() -> None:
-    """Import the checkers, which takes seconds. Raises UnknownGraderError."""
+def checkers() -> dict[str, Any]:
+    """The checkers by name, whose import takes seconds. Raises UnknownGraderError."""
     try:
-        _checkers()
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
     except ImportError as error:
         raise UnknownGraderError(
             f"the grader 'ifbench' needs the package if-verifiable ({error}); install it with pip, and its data with "
             f"`python -m nltk.downloader {_DATA}`"
         ) from None
-
-
-@lru_cache(maxsize=1)
-def _checkers() -> dict[str, Any]:
-    from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
-
     return dict(INSTRUCTION_DICT)
 
 
 def grade_ifbench(request: GradeRequest) -> Grade:
     """Score 1 if the response follows all instructions of the row."""
-    prepare_ifbench()
-    return _graded(request, "ifbench", _checkers(), _follows)
+    return _graded(request, "ifbench", checkers(), _follows)
 
 
 def _follows(response: str, item: Arguments) -> bool:
-    checker = _checkers()[item.instruction](item.instruction)
+    checker = checkers()[item.instruction](item.instruction)
     wanted = checker.get_instruction_args_keys()
     missing = [key for key in wanted if key not in item.values]
     if missing:

@@ -12,7 +12,7 @@ import pytest
 
 from stages.graders.grade import Grade, GradeRequest, UnknownGraderError
 from stages.graders.registry import GRADERS, grade_request
-from stages.graders.text.ifeval import _checkers, prepare_ifbench
+from stages.graders.text.ifeval import checkers
 from tests.stages.graders import cases_math, cases_text
 from tests.stages.graders.grading_rig import grade
 
@@ -212,14 +212,13 @@ def test_rows_reach_the_published_checkers() -> None:
         ({}, "ifbench needs 'instruction_id_list'"),
     ):
         assert words in (grade("ifbench", "a", None, metadata).error or "")
-    assert len(_checkers()) == 58
+    assert len(checkers()) == 58
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (_checkers, prepare_ifbench):
-        cached.cache_clear()
+    checkers.cache_clear()
     for module in ("if_verifiable", "if_verifiable.ifbench.instructions_registry"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnknownGraderError, match=r"needs the package if-verifiable .*install it with pip"):
-        prepare_ifbench()
+        checkers()
     assert "needs the package if-verifiable" in (grade("ifbench", "a", None, row("no_whitespace", {})).error or "")
