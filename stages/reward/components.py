@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -32,8 +31,7 @@ _MATH: Final = ("math", "boxed_math")
 _OF_DEADLINE = 0.8
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(Struct, frozen=True):
     """One addend of a reward."""
 
     name: str

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,8 +44,7 @@ CACHED_GRADES = 8192
 _DRAWN = ("random", "sleep", "crash")  # graders that draw at random, or only take time
 
 
-@dataclass(frozen=True)
-class GradeTask:
+class GradeTask(msgspec.Struct, frozen=True):
     """One grader and one response."""
 
     request: GradeRequest

@@ -35,8 +35,7 @@ from stages.topic_values import ASKED, RETRACTED, SLOW, Complaint
 STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a deadline
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """A callback that receives what a member has so far, each time `tokens` more tokens of it are certain."""
 
     tokens: int

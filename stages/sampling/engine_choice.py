@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import xxhash
+from msgspec import Struct
 
 from models.engines.launch.command import Policy
 
@@ -102,8 +103,7 @@ class _Waiter:
 CROWDED: Final = 1.25  # cache_aware and sticky leave an engine with more than this share of the mean load
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The input of a policy. `loads`: samples in flight and queued, by engine."""
 
     key: str  # requests of one key belong together: a group, with all turns of its rollouts

@@ -70,8 +70,7 @@ class SampleRequest:
         return self.n > 1 and (budget is None or budget > SHORT_RESPONSE)
 
 
-@dataclass(frozen=True)
-class ScoreRequest:
+class ScoreRequest(Struct, frozen=True):
     """Log-probs of `token_ids[start:]`, each given all tokens before it, of log_softmax(logits / temperature)."""
 
     token_ids: npt.NDArray[np.int32]

@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -29,8 +28,7 @@ from stages.topic_values import sampling
 _SEED_BITS: Final = 0x7FFFFFFF
 
 
-@dataclass(frozen=True)
-class Deadline:
+class Deadline(msgspec.Struct, frozen=True):
     """How long an engine may still work on a rollout, seconds, and which limit says so."""
 
     left_s: float
@@ -135,6 +133,7 @@ class Requests:
         return msgspec.structs.replace(sample, status="truncated")
 
 
+COUNTS: Final = ("cached_tokens", "retractions", "resumed", "reused_tokens", "spec_proposed", "spec_accepted")
 EXPERTS: Final = "routed_experts"  # among the extras, if the request wanted them
 STATUS_OF: Final[dict[Finish, Status]] = {
     "stop": "completed",
@@ -147,17 +146,13 @@ STATUS_OF: Final[dict[Finish, Status]] = {
 def append_result(sample: Sample, result: SampleResult) -> Sample:
     """The sample with what engines made of it in one turn. Status: stop -> completed, length -> truncated."""
     ids, error = result.token_ids, result.error
+    counts = {name: getattr(sample, name) + getattr(result, name) for name in COUNTS}
     return msgspec.structs.replace(
         with_tokens(sample, result.text, ids, np.ones(len(ids)), result.log_probs, result.runs),
         status=STATUS_OF[result.finish],
         error=None if error is None else f"{type(error).__name__}: {error}",
-        cached_tokens=sample.cached_tokens + result.cached_tokens,
-        retractions=sample.retractions + result.retractions,
-        resumed=sample.resumed + result.resumed,
-        reused_tokens=sample.reused_tokens + result.reused_tokens,
         generate_s=sample.generate_s + result.spent_s,
-        spec_proposed=sample.spec_proposed + result.spec_proposed,
-        spec_accepted=sample.spec_accepted + result.spec_accepted,
+        **counts,
         extras=_with_experts(sample.extras, result.routed_experts),
     )
 

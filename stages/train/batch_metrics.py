@@ -70,9 +70,9 @@ def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
 def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
     lengths = np.array([sum(s.new_tokens for s in parts) for parts in members])
     trained = np.array([sum(map(np.count_nonzero, trained_masks(parts))) for parts in members])
-    found = {"rollout/response_len": lengths, "rollout/effective_response_len": trained}
-    statistics: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median, "max": np.max, "min": np.min}
-    return {f"{name}/{key}": float(of(values)) for name, values in found.items() for key, of in statistics.items()}
+    found = {"response_len": lengths, "effective_response_len": trained}
+    spread: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median, "max": np.max, "min": np.min}
+    return {f"rollout/{name}/{key}": float(of(n)) for name, n in found.items() for key, of in spread.items()}
 
 
 def _staleness_metrics(

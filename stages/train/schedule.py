@@ -6,13 +6,13 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from configs.schema import Config, generates
 
 
-@dataclass(frozen=True)
-class Due:
+class Due(Struct, frozen=True):
     """`evaluate` implies `publish`: an evaluation reads published weights."""
 
     publish: bool

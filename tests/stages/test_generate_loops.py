@@ -309,7 +309,8 @@ async def test_concurrency_bounds_what_is_processed_at_a_time(rig: Rig) -> None:
 
 async def test_a_bug_of_the_stage_itself_ends_the_replica(rig: Rig) -> None:
     class Broken(Shout):
-        outlet = "nowhere"
+        async def _serve(self, *_: object) -> None:
+            raise KeyError("nowhere")
 
     with pytest.raises(ExceptionGroup) as caught:
         async with running(Broken(make_context()), await join(rig)):

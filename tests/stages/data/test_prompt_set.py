@@ -315,7 +315,7 @@ def test_a_full_row() -> None:
     ({"input": [{"role": "user"}]}, "wrong type", "neither 'content' nor 'tool_calls'"),
     ({"input": [{"role": "user", "content": 3}]}, "wrong type", "has a number as 'content'"),
     ({"input": "p", "metadata": [1]}, "wrong type", "metadata 'metadata' is a list"),
-    ({"input": "p", "metadata": "{"}, "wrong type", "text that is not JSON"),
+    ({"input": "p", "metadata": "{"}, "wrong type", "is no JSON text"),
     ({"input": "p", "metadata": {"rm_type": 3}}, "wrong type", "rm_type is a number"),
     ({"input": "p", "tools": {}}, "wrong type", "must be a list of tool schemas"),
     ({"input": "p", "tools": ["calculator"]}, "wrong type", "tool 0 of 'tools' is text"),
