@@ -67,15 +67,15 @@ class PromptSet:
         self._read_all(paths, limit, config.max_bad_rows)
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._places)
 
     def get(self, index: int) -> PreparedPrompt:
         """The prompt of an index. Raises RowError if its chat template fails or its file changed since loading."""
         kept = self._cache.get(index)
         if kept is not None:
             return kept
-        source = self._sources[int(self._source_of[index])]
-        row = int(self._row_of[index])
+        position, row = self._places[index].tolist()
+        source = self._sources[position]
         try:
             prepared = self._prepare(parse_row(source.row(row), self._keys, source.columns))
         except (BadValue, RowError) as error:
@@ -89,26 +89,23 @@ class PromptSet:
             self._cache[index] = prepared
 
     def _read_all(self, paths: Sequence[str], limit: int | None, most_bad: int | None) -> None:
-        source_of: list[int] = []
-        row_of: list[int] = []
+        places: list[int] = []
         digest = xxhash.xxh3_64()
         for position, (path, source) in enumerate(zip(paths, self._sources, strict=True)):
             count = self.report.add(path, len(source))
             for row in range(len(source)):
                 try:
-                    parsed = self._admit(source.row(row), source.columns, limit, len(row_of))
+                    parsed = self._admit(source.row(row), source.columns, limit, len(places) // 2)
                     encoded = msgspec.json.encode((parsed.prompt, parsed.label, parsed.metadata, parsed.tools))
                     if len(encoded) > _ROW_BYTES:
                         raise BadValue("too large", f"the row has {len(encoded)} bytes, above {_ROW_BYTES}")
                 except (BadValue, RowError) as error:
                     self._skip(source, row, error, most_bad)
                     continue
-                source_of.append(position)
-                row_of.append(row)
+                places += (position, row)
                 count.kept += 1
                 digest.update(encoded)
-        self._source_of = np.array(source_of, np.int32)  # [len] position in `sources`
-        self._row_of = np.array(row_of, np.int64)  # [len] row in that source
+        self._places = np.array(places, np.int64).reshape(-1, 2)  # [len, 2]: which source, which row of it
         self.fingerprint = digest.hexdigest()
         self._refuse_useless()
 
@@ -158,7 +155,8 @@ class PromptSet:
                 f"no usable prompt in {specs}: all {report.rows} rows were skipped ({report.skip_histogram()}){first}"
             )
         if keys.label is not None and report.unlabelled == report.kept:
-            source, row = self._sources[int(self._source_of[0])], int(self._row_of[0])
+            position, row = self._places[0].tolist()
+            source = self._sources[position]
             first_row = source.row(row)
             names = list(source.columns or (first_row if isinstance(first_row, dict) else ()))
             raise DataError(

@@ -76,34 +76,32 @@ class JsonLines:
     def __init__(self, file: str, path: Path) -> None:
         self.file = file
         self._handle = open_file(path)
-        self._starts, self._ends, self._lines = self._scan()
+        self._places = self._scan()  # [rows, 3]: first byte, end, 1-based line
         self._decoder = msgspec.json.Decoder()
 
-    def _scan(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        starts, ends, lines = [], [], []
+    def _scan(self) -> npt.NDArray[np.int64]:
+        places: list[int] = []
         offset = 3 if self._handle.read(3) == b"\xef\xbb\xbf" else 0
         self._handle.seek(offset)
         for number, line in enumerate(self._handle, start=1):
             if not line.isspace():
-                starts.append(offset)
-                ends.append(offset + len(line))
-                lines.append(number)
+                places += (offset, offset + len(line), number)
             offset += len(line)
-        head = os.pread(self._handle.fileno(), 64, starts[0]) if starts else b""
+        head = os.pread(self._handle.fileno(), 64, places[0]) if places else b""
         if head.split(b"\n", 1)[0].strip() in (b"[", b"{"):  # what an indented JSON document begins with
             raise SourceError(f"{self.file!r} is one JSON document over several lines; write one JSON object per line")
-        return np.array(starts, np.int64), np.array(ends, np.int64), np.array(lines, np.int64)
+        return np.array(places, np.int64).reshape(-1, 3)
 
     def keep(self, rows: slice) -> None:
         """Keep these rows only."""
-        self._starts, self._ends, self._lines = self._starts[rows], self._ends[rows], self._lines[rows]
+        self._places = self._places[rows]
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._places)
 
     def row(self, index: int) -> object:
         """Raises RowError for a row that cannot be read; its siblings stay readable."""
-        start, end = int(self._starts[index]), int(self._ends[index])
+        start, end, _ = self._places[index].tolist()
         # pread has no file position, so that rows may be read from several threads.
         data = os.pread(self._handle.fileno(), end - start, start)
         try:
@@ -114,7 +112,7 @@ class JsonLines:
 
     def line(self, index: int) -> int:
         """1-based line of the index, for messages."""
-        return int(self._lines[index])
+        return int(self._places[index, 2])
 
 
 class Table:

@@ -199,9 +199,7 @@ def _number(text: str, name: str, argument: str, least: float, most: float) -> f
 
 def _unreadable(text: str, name: str, why: str) -> FilterNameError:
     form, example = FORMS[name], EXAMPLES[name]
-    return FilterNameError(
-        f"--dynamic-sampling-filter {text!r}: {why}; write {name}:{form}, for example {name}:{example}"
-    )
+    return FilterNameError(f"--dynamic-sampling-filter {text!r}: {why}; write {name}:{form}, as in {name}:{example}")
 
 
 def resolve_filter(config: Config, names: Sequence[str], state: FilterState) -> list[GroupFilter]:

@@ -19,12 +19,11 @@ from stages.messages import RolloutSlice, Sample
 from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, rollout_return, rollouts, trained_masks
 
 Rollout = tuple[Sample, ...]
+Metrics = dict[str, float]  # by name
 MASKED: Final = "rollout/masked_stale_tokens"  # of groups that were trained without them
 
 
-def batch_metrics(
-    config: Config, step: int, slices: Sequence[RolloutSlice], staleness: Mapping[int, int]
-) -> dict[str, float]:
+def batch_metrics(config: Config, step: int, slices: Sequence[RolloutSlice], staleness: Mapping[int, int]) -> Metrics:
     """All of them. `step` is the version of the weights that were trained, `staleness` the trained tokens by age."""
     members = [parts for slice_ in slices for parts in rollouts(slice_.samples)]
     metrics = {
@@ -51,7 +50,7 @@ def _share(found: Iterable[bool]) -> float:
     return float(np.mean(list(found)))
 
 
-def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
+def _reward_metrics(members: Sequence[Rollout]) -> Metrics:
     rewards = np.array([rollout_return(parts) for parts in members])
     raw = np.array([raw_reward(parts[-1]) for parts in members])
     metrics = {
@@ -67,7 +66,7 @@ def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
     return metrics | {name: float(np.mean(values)) for name, values in values_of.items()}
 
 
-def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
+def _length_metrics(members: Sequence[Rollout]) -> Metrics:
     lengths = np.array([sum(s.new_tokens for s in parts) for parts in members])
     trained = np.array([sum(map(np.count_nonzero, trained_masks(parts))) for parts in members])
     found = {"response_len": lengths, "effective_response_len": trained}
@@ -75,9 +74,7 @@ def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
     return {f"rollout/{name}/{key}": float(of(n)) for name, n in found.items() for key, of in spread.items()}
 
 
-def _staleness_metrics(
-    step: int, members: Sequence[Rollout], staleness: Mapping[int, int], updates: int
-) -> dict[str, float]:
+def _staleness_metrics(step: int, members: Sequence[Rollout], staleness: Mapping[int, int], updates: int) -> Metrics:
     """`updates`: optimizer steps of a batch; versions count batches and do not see those inside."""
     starts = [step - made[0] for parts in members if (made := parts[0].model_versions)]
     oldest = [step - version for parts in members if (version := oldest_version(parts)) is not None]
@@ -102,7 +99,7 @@ def quantile(histogram: Mapping[int, int], share: float) -> int:
     return next((value for value, count in zip(values, covered, strict=True) if count >= wanted), 0)
 
 
-def _group_metrics(slices: Sequence[RolloutSlice]) -> dict[str, float]:
+def _group_metrics(slices: Sequence[RolloutSlice]) -> Metrics:
     wanted = sum(slice_.group.n_samples for slice_ in slices)
     counted = sum(len(closing(slice_.samples)) for slice_ in slices)
     metrics = {

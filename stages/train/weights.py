@@ -20,7 +20,6 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from configs.schema import Config
@@ -91,7 +90,21 @@ def prover_of(config: Config, backend: TrainBackend) -> Prove | None:
         return None
     real = max(2, int(REAL_SHARE * vocabulary))
     tokens = np.random.default_rng(SEED).integers(0, real, (CANARIES, CANARY_TOKENS), dtype=np.int32)
-    sequences = [_sequence(number, row) for number, row in enumerate(tokens)]
+    zeros = np.zeros(CANARY_TOKENS, dtype=np.float32)
+    sequences = [  # scored from the second token on, at temperature 1, as engines score
+        TrainSequence(
+            group_id=0,
+            rollout_id=number,
+            tokens=row,
+            prompt_length=1,
+            loss_mask=zeros.astype(np.uint8),
+            rollout_log_probs=zeros,
+            advantages=zeros,
+            versions=np.full(CANARY_TOKENS, -1, dtype=np.int32),
+            temperature=1.0,
+        )
+        for number, row in enumerate(tokens)
+    ]
 
     def prove() -> PolicyProof:
         started = time.perf_counter()
@@ -105,22 +118,6 @@ def prover_of(config: Config, backend: TrainBackend) -> Prove | None:
         return PolicyProof(tuple(tuple(row.tolist()) for row in tokens), scores, time.perf_counter() - started)
 
     return prove
-
-
-def _sequence(number: int, tokens: npt.NDArray[np.int32]) -> TrainSequence:
-    """Scored from its second token on, at temperature 1, as engines score."""
-    zeros = np.zeros(len(tokens), dtype=np.float32)
-    return TrainSequence(
-        group_id=0,
-        rollout_id=number,
-        tokens=tokens,
-        prompt_length=1,
-        loss_mask=np.zeros(len(tokens), dtype=np.uint8),
-        rollout_log_probs=zeros,
-        advantages=zeros,
-        versions=np.full(len(tokens), -1, dtype=np.int32),
-        temperature=1.0,
-    )
 
 
 class WeightPublisher:
