@@ -51,9 +51,7 @@ def functions_of(config: Config) -> tuple[str, ...]:
     selection, settings = Selection(config.reward), vars(slime_arguments(config))
     names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
     values = {name: settings[kind.flag[2:].replace("-", "_")] for name, kind in KINDS.items() if kind.flag}
-    paths = {
-        kind: value for kind, value in values.items() if value is not None and (kind not in _NAMED or ":" in value)
-    }
+    paths = {kind: value for kind, value in values.items() if value and (kind not in _NAMED or ":" in value)}
     return (*graders_of(names, config), *(f"{kind}={path}" for kind, path in paths.items()))
 
 

@@ -214,10 +214,8 @@ def trusted_functions(config: Config) -> frozenset[str] | None:
     if config.data.trust_data_code:
         return None
     components = (text.partition("=")[2].rpartition("@")[0] for text in config.reward.reward_component)
-    named = (
-        *(config.reward.rm_type, config.reward.custom_rm_path, *components),
-        config.rollout.custom_generate_function_path,
-    )
+    reward, generate = config.reward, config.rollout.custom_generate_function_path
+    named = (reward.rm_type, reward.custom_rm_path, generate, *components)
     return frozenset(normal_import_path(name) for name in named if name is not None)
 
 

@@ -69,11 +69,6 @@ class EngineControl:
         self._paused = False
         self._prover = PolicyProver(name, self.update.policy_proof_threshold)
 
-    @property
-    def serving(self) -> bool:
-        """Whether clients send requests to it now."""
-        return self.client is not None and self.entry.state in ("serving", "updating")
-
     async def follow(self, topic: Topic) -> None:
         """Waits for the topic (another address, new weights, a release, the trainer's turn); runs until cancelled, or
         until the engine has left."""

@@ -142,7 +142,7 @@ class LoadWatch:
         limit = self.limits.setdefault(control.name, Limit(self.most))
         idle = self._idle.setdefault(control.name, IdleMeter())
         client = control.client
-        if client is None or not control.serving:
+        if client is None or control.entry.state not in ("serving", "updating"):
             limit.restart()
             idle.forget()
             for figure in (IDLE, RUNNING, WAITING):

@@ -95,12 +95,6 @@ class Target:
             return False
         return entry.policy != POLICY or entry.label is not None
 
-    @property
-    def settled(self) -> bool:
-        """Whether its entry names the weights that a request sent now will meet."""
-        entry = self.entry
-        return entry is not None and entry.state == "serving" and entry.fetching < 0
-
     async def answers_now(self) -> bool:
         """Whether the server is healthy, checked once for all callers: hundreds of lost requests ask at the same time.
         Waits for its answer, or for a time limit."""
@@ -169,10 +163,10 @@ class EngineDirectory:
         return next((label.partition(".")[0] for label in labels if label), "")
 
     def settled(self, targets: Iterable[Target]) -> str | None:
-        """The label that all these engines share, or None."""
-        targets = list(targets)
-        labels = {target.entry.label for target in targets if target.entry is not None}
-        return labels.pop() if len(labels) == 1 and all(target.settled for target in targets) else None
+        """The label that all these engines share and that a request sent now will meet at each, or None."""
+        found = [target.entry for target in targets]
+        certain = [e.label for e in found if e is not None and e.state == "serving" and e.fetching < 0]
+        return certain[0] if certain and len(certain) == len(found) and len(set(certain)) == 1 else None
 
     def oldest_request_s(self) -> dict[str, float]:
         """Age in seconds of the oldest request in flight, by target."""

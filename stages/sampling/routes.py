@@ -93,11 +93,6 @@ class RouteRequest(Struct, frozen=True):
     pinned_version: int = -1
     retries: RetryState = msgspec.field(default_factory=RetryState)
 
-    @property
-    def again(self) -> bool:
-        """An earlier attempt was lost."""
-        return self.retries.count > 0
-
 
 @dataclass
 class Route:
@@ -247,7 +242,7 @@ class Routes:
         if not self.routed or need.policy != POLICY:
             return True
         if self.directory.state is None or not self.directory.state.split:
-            return need.direct or need.again
+            return need.direct or need.retries.count > 0
         if need.direct:
             raise RequestNotSent(
                 self.directory.state.url,
@@ -276,7 +271,7 @@ class Routes:
         After a lost request the target's health is checked first: until the supervisor notices, a dead engine has the
         least load of all.
         """
-        if need.again or target.suspected:
+        if need.retries.count > 0 or target.suspected:
             target.suspected = not await target.answers_now()
             return not target.suspected
         return True

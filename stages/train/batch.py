@@ -51,6 +51,8 @@ from stages.train.batch_metrics import MASKED, batch_metrics
 from stages.train.saved_groups import save_batch, save_train_data
 
 PostProcess = Callable[[Any, Any], Any]
+Members = Sequence[Sequence[Sample]]  # rollouts of a group, each with its sequences
+Values = npt.NDArray[np.float64]
 
 
 def for_trainer(config: Config, slice_: RolloutSlice) -> tuple[RolloutSlice, list[TrainSequence]]:
@@ -94,9 +96,7 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
     return sequences
 
 
-def _rollout_values(
-    config: Config, slice_: RolloutSlice, members: Sequence[Sequence[Sample]]
-) -> npt.NDArray[np.float64]:
+def _rollout_values(config: Config, slice_: RolloutSlice, members: Members) -> Values:
     """[n] the advantage of each rollout's tokens."""
     if config.train.loss_type == "sft_loss":
         return np.ones(len(members))
@@ -105,7 +105,7 @@ def _rollout_values(
         return post_processed(config, import_path(path), path, slice_, members)
     algorithm = config.algorithm
 
-    def values(rewards: Sequence[float]) -> npt.NDArray[np.float64]:
+    def values(rewards: Sequence[float]) -> Values:
         return advantages(
             algorithm.advantage_estimator,
             rewards,
@@ -129,9 +129,7 @@ def _rollout_values(
         raise UntrainableGroup(f"--advantage-estimator gdpo: {words}") from name
 
 
-def post_processed(
-    config: Config, function: PostProcess, path: str, slice_: RolloutSlice, members: Sequence[Sequence[Sample]]
-) -> npt.NDArray[np.float64]:
+def post_processed(config: Config, function: PostProcess, path: str, slice_: RolloutSlice, members: Members) -> Values:
     """What the user's function makes of the returns of the rollouts, one number each; with slime's signature it is
     `(args, samples)` and returns (raw rewards, numbers)."""
     last = tuple(parts[-1] for parts in members)

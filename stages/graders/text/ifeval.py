@@ -107,6 +107,4 @@ def _follows(response: str, item: Arguments) -> bool:
     except LookupError as error:
         if "nltk" not in str(error):
             raise
-        raise RuleError(
-            f"{item.instruction} needs data of NLTK; install it once with `python -m nltk.downloader {_DATA}`"
-        ) from None
+        raise RuleError(f"{item.instruction} needs data of NLTK: `python -m nltk.downloader {_DATA}`") from None
