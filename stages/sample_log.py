@@ -189,19 +189,15 @@ class SampleLog:
         last = parts[-1]
         ids = sample.token_ids
         whole = len(ids) == len(sample.loss_mask) == len(sample.log_probs)  # not of a group that failed for it
+        own = {name: getattr(sample, name) for name in ("index", "sequence", "sequences", "prefix", "status", "error")}
         return SampleRow(
+            **own,
             step=step,
             outcome=outcome,
             detail=detail,
             group=group.group_id,
-            index=sample.index,
-            sequence=sample.sequence,
-            sequences=sample.sequences,
-            prefix=sample.prefix,
             prompt_index=group.prompt_index,
             label=group.label,
-            status=sample.status,
-            error=sample.error,
             reward=_finite(last.reward),
             raw_reward=_finite(last.raw_reward),
             is_correct=last.is_correct,

@@ -28,6 +28,7 @@ from stages.sampling.sampler import Sampler
 
 log = logging.getLogger("sluice.teacher")
 
+LogProbs = npt.NDArray[np.float32]
 PROBE_GAP = 1e-3  # log-probs at two temperatures that differ by less are of one
 
 
@@ -89,9 +90,7 @@ class TeacherStage(MapStage):
         found[sample.loss_mask == 0] = 0.0
         return wire(found, Float32Array)
 
-    async def _log_probs(
-        self, name: str, ids: npt.NDArray[np.int32], start: int, temperature: float
-    ) -> npt.NDArray[np.float32]:
+    async def _log_probs(self, name: str, ids: npt.NDArray[np.int32], start: int, temperature: float) -> LogProbs:
         deadline_s = self.config.rollout.request_timeout_secs
         return await self.sampler.score(ScoreRequest(ids, start, temperature, policy=name, deadline_s=deadline_s))
 

@@ -108,18 +108,8 @@ class PreparedPrompt(Struct, frozen=True):
 
     def group(self, group_id: int, index: int, n_samples: int, seed: int) -> PromptGroup:
         """The prompt, which is the one of the index, as a group of so many rollouts."""
-        return PromptGroup(
-            group_id=group_id,
-            prompt_index=index,
-            epoch=0,
-            prompt=self.prompt,
-            prompt_ids=self.prompt_ids,
-            label=self.label,
-            n_samples=n_samples,
-            seed=seed,
-            metadata=self.metadata,
-            tools=self.tools,
-        )
+        own = {name: getattr(self, name) for name in ("prompt", "prompt_ids", "label", "metadata", "tools")}
+        return PromptGroup(group_id=group_id, prompt_index=index, epoch=0, n_samples=n_samples, seed=seed, **own)
 
 
 @dataclass(frozen=True)

@@ -103,12 +103,10 @@ class Ledger:
         return self._open.pop(group_id)
 
     def snapshot(self) -> LedgerSnapshot:
+        own = {name: getattr(self, name) for name in ("next_group", "cursor", "duplicates", "skipped")}
         return LedgerSnapshot(
-            next_group=self.next_group,
-            cursor=self.cursor,
+            **own,
             counts={str(k): v for k, v in self.counts.items()},
             open=self.open_groups(),
-            duplicates=self.duplicates,
             tokens={str(k): v for k, v in self.tokens.items()},
-            skipped=self.skipped,
         )

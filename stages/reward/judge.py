@@ -88,10 +88,8 @@ def parse_score(text: str, *, cut: bool = False) -> float | None:
     lines = text.splitlines()
     if cut and lines and not text.endswith(("\n", "\r")):
         lines.pop()
-    for line in reversed(lines):
-        if (matched := _SCORE_LINE.match(line)) is not None:
-            return _value(matched["rest"])
-    return None
+    matched = next(filter(None, map(_SCORE_LINE.match, reversed(lines))), None)
+    return None if matched is None else _value(matched["rest"])
 
 
 def _value(text: str) -> float | None:

@@ -241,11 +241,9 @@ _BASED = re.compile(r"([0-9A-F]+)_\{?(\d+)\}?", re.ASCII)
 
 def _same_digits(one: Quantity, other: Quantity) -> bool:
     """Digits in a base: the base may be left out on one side, because the question states it."""
-    digits = []
-    for quantity in (one, other):
-        found = _BASED.fullmatch(quantity.core)
-        digits.append((found[1], found[2]) if found else (quantity.core, ""))
-    return digits[0][0] == digits[1][0] and ("" in (digits[0][1], digits[1][1]) or digits[0][1] == digits[1][1])
+    found = [(quantity.core, _BASED.fullmatch(quantity.core)) for quantity in (one, other)]
+    (digits, base), (others, other_base) = ((based[1], based[2]) if based else (core, "") for core, based in found)
+    return digits == others and _units_fit(base, other_base)
 
 
 def _units_fit(one: str, other: str) -> bool:

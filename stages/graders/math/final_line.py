@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -140,12 +141,10 @@ def math_dapo_compute_score(solution_str: str, ground_truth: str, strict_box_ver
 
 def label_form(label: str) -> str:
     """The label as answers are compared with it: digits for an integral number, else its short form."""
-    try:
+    with suppress(InvalidOperation):
         number = Decimal(label.strip())
-    except InvalidOperation:
-        return short_form(label[:_LABEL_CHARS])
-    if number.is_finite() and abs(number.adjusted()) <= _MAX_EXPONENT and number == number.to_integral_value():
-        return str(int(number))
+        if number.is_finite() and abs(number.adjusted()) <= _MAX_EXPONENT and number == number.to_integral_value():
+            return str(int(number))
     return short_form(label[:_LABEL_CHARS])
 
 
