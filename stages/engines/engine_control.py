@@ -61,7 +61,7 @@ class EngineControl:
         self.entry = EngineEntry(name, "", -1, limit=config.rollout.server_concurrency)
         self.current: WeightsAnnouncement | None = None  # its weights, if they may be served
         self.memory = MemoryKeeper(name, shared=colocated(stage.config))
-        self.updates = self.failures = 0
+        self.failures = 0
         self._routes = WeightRoutes(name, self.update, mirror)
         self._weights = weights
         self._in_full = False  # its weights are in doubt: the next update must replace all of them
@@ -272,7 +272,6 @@ class EngineControl:
                 stall_s = time.perf_counter() - paused
         proof = await self._prover.prove(topic, client, announcement)  # needs an engine that answers
         self.current, self._paused, self._in_full, self._in_a_row = announcement, False, False, 0
-        self.updates += 1
         update_s = time.perf_counter() - started
         self.stage.context.spans.add(
             "update_weights", started_s, update_s, detail=f"{self.name} version {announcement.version}"

@@ -76,7 +76,8 @@ class Attempt:
     retractions: int = 0
     first_version: int = 0  # of its first token, or the newest that this can be
     stopped: str = ""  # why this client stopped it
-    _stop: Callable[[str], None] | None = None  # while it runs
+    # Ends the members now, for this reason, with what they have; does nothing when they have ended.
+    stop: Callable[[str], None] = lambda reason: None
     _route: Route | None = None
     _limits: AnswerLimits | None = None
     _started: float = 0.0
@@ -117,7 +118,7 @@ class Attempt:
             workers: clients of the engines that may hold the request.
         """
         self._started, self._route = time.perf_counter(), route
-        self._limits = AnswerLimits.of(wire, route.client.vocab_size)
+        self._limits = AnswerLimits.of(wire, route.target.client.vocab_size)
         partial: PartialOutputs | None = None
         if streamed:
             grown = None if self.call.tell is None else self._grow
@@ -131,19 +132,19 @@ class Attempt:
                 timers.append(tasks.create_task(self._end_at(after_s, reason, route, str(wire.rid), asked)))
 
             timers: list[asyncio.Task[None]] = []
-            self._stop = stop
+            self.stop = stop
             if self.left_s is not None:
                 stop(OUT_OF_TIME, self.left_s)
             try:
                 async with asyncio.timeout(self.call.retries.left_s), route.flight.under_way():
-                    outputs = await route.client.generate(wire, partial=partial, headers=route.headers)
+                    outputs = await route.target.client.generate(wire, partial=partial, headers=route.headers)
             except TimeoutError:
-                self.error = EngineTimeout(route.client.base_url, self.request.deadline_s or 0.0)
+                self.error = EngineTimeout(route.target.client.base_url, self.request.deadline_s or 0.0)
                 self.out_of_time = True
             except (EngineError, ValueError) as error:
                 self.error = error
             finally:
-                self._stop = None
+                self.stop = lambda reason: None
                 for timer in timers:
                     timer.cancel()
         if outputs is not None:
@@ -155,16 +156,11 @@ class Attempt:
                 self._land(place, output)
             return
         if self.error is None and not self.stopped:
-            self.error = EngineUnreachable(route.client.base_url, route.flight.why)
+            self.error = EngineUnreachable(route.target.client.base_url, route.flight.why)
         self._save(partial.certain() if partial is not None else [])
         if self.stopped:
             self.error = None
             self.end_all("aborted", self.stopped)
-
-    def stop(self, reason: str) -> None:
-        """End the members now, with what they have; nothing if they have ended."""
-        if self._stop is not None:
-            self._stop(reason)
 
     async def _end_at(
         self, left_s: float, reason: str, route: Route, rid: str, workers: Sequence[EngineClient]

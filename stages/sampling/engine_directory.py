@@ -174,10 +174,6 @@ class EngineDirectory:
         now = time.monotonic()
         return {t.name: now - min(f.began_s for f in t.flights) for t in targets if t.flights}
 
-    def oldest(self, targets: Iterable[Target]) -> int:
-        """The lowest version that any of these engines can have now, -1 if unknown. An entry lags behind its engine."""
-        return min((target.entry.version for target in targets if target.entry is not None), default=-1)
-
     async def _update(self, topic: Topic) -> None:
         """Apply the current values of the topic."""
         announced = read_value(topic, WEIGHTS, WeightsAnnouncement)

@@ -107,10 +107,6 @@ class Route:
     newest: Callable[[], int | None] = lambda: None  # highest version that an engine can have at the time of the call
     flight: InFlightRequest = field(default_factory=InFlightRequest)
 
-    @property
-    def client(self) -> EngineClient:
-        return self.target.client
-
     def release(self, n: int = 1) -> None:
         """Return slots, each of them once."""
         n = min(n, self.held)
@@ -181,10 +177,6 @@ class Routes:
             target.name, target.incarnation, f"{target.refused_in_a_row} answers in a row were refused: {fault}"[:500]
         )
 
-    def workers(self, route: Route) -> list[EngineClient]:
-        """Clients of the engines that may hold a request of this route. Control calls bypass the router."""
-        return [target.client for target in self._behind(route.target)]
-
     async def _take(self, need: RouteRequest) -> Route:
         # One deadline for all choices: a second choice, after a wait for slots in vain, gets no extra time.
         deadline = time.monotonic() + self.wait_s if need.retries.deadline is None else need.retries.deadline
@@ -197,10 +189,13 @@ class Routes:
                 # Read only now, because the slots may have taken long. An engine's entry becomes `updating` before its
                 # weights change. A client that has not received that yet names the old weights for a moment, as does
                 # every request in flight during the change.
-                route.label = self.directory.settled(self._behind(target))
+                behind = self.behind(target)
+                route.label = self.directory.settled(behind)
                 route.generation = self.directory.generation
                 if need.policy == POLICY:
-                    route.oldest, route.newest = self.directory.oldest(self._behind(target)), self._newest
+                    # Their lowest version; an entry lags behind its engine.
+                    route.oldest = min((one.entry.version for one in behind if one.entry is not None), default=-1)
+                    route.newest = self._newest
                 if target.name == ROUTER and self.ranking.policy == "session":
                     route.headers = {ROUTING_KEY_HEADER: need.key}
                 return route
@@ -295,7 +290,7 @@ class Routes:
             return self.directory.router is target and self.ready()
         return any(target is serving for serving in self.directory.serving(need.policy))
 
-    def _behind(self, target: Target) -> list[Target]:
+    def behind(self, target: Target) -> list[Target]:
         """The engines that may get a request sent to the target."""
         return self.directory.serving() if target.name == ROUTER else [target]
 

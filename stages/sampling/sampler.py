@@ -169,18 +169,19 @@ class Sampler:
     async def _score(self, request: ScoreRequest, need: RouteRequest) -> npt.NDArray[np.float32]:
         retries = need.retries
         async with self.routes.place(need) as route:
+            client = route.target.client
             try:
                 async with asyncio.timeout(retries.left_s), route.flight.under_way():
-                    scores = await route.client.score(request.token_ids, request.start, temperature=request.temperature)
+                    scores = await client.score(request.token_ids, request.start, temperature=request.temperature)
             except TimeoutError:
-                raise EngineTimeout(route.client.base_url, request.deadline_s or 0.0) from None
+                raise EngineTimeout(client.base_url, request.deadline_s or 0.0) from None
             except LOSSES:
                 self.routes.lost(route.target, retries)
                 raise
             if not route.flight.why:
                 return scores
             self.routes.lost(route.target, retries)
-            raise EngineUnreachable(route.client.base_url, route.flight.why)
+            raise EngineUnreachable(client.base_url, route.flight.why)
 
     def _unknown(self, policy: str) -> UnknownPolicy:
         known = ", ".join(self.policies) or "none"
@@ -267,7 +268,7 @@ class Sampler:
                     or progress is not None
                     or (trained and (self._tokens_come or (self._ends_come and request.worth_a_stream))),
                     tokens_come=chunked or self._tokens_come,
-                    workers=self.routes.workers(route),
+                    workers=[target.client for target in self.routes.behind(route.target)],  # aborts bypass the router
                 )
             finally:
                 self._cancellable.discard(attempt)

@@ -101,7 +101,8 @@ class GroupBuffer:
         if self._groups:
             return self._groups.pop(self._choose(step, missing)).lease
         if self.ready(missing):
-            return self._spares.pop(_first(self._spares, lambda w: (w.group_id,))).lease
+            self._spares.sort(key=lambda w: w.group_id, reverse=True)
+            return self._spares.pop().lease
         return None
 
     def take_old(self, step: int) -> list[Lease[RolloutSlice]]:
@@ -128,7 +129,14 @@ class GroupBuffer:
         if self._order != "priority":
             return 0
         last = self._deadline(step, missing)
-        return _first(self._groups, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
+
+        def order(waiting: Waiting) -> tuple[float, ...]:
+            slack = self._slack(waiting, step)
+            # First the groups that the next batch could not take, oldest first; then the strongest signal.
+            behind = (0.0,) if slack <= 0 else (1.0, -waiting.signal)
+            return float(slack > last), *behind, float(waiting.group_id)
+
+        return min(range(len(self._groups)), key=lambda place: order(self._groups[place]))
 
     def _slack(self, waiting: Waiting, step: int) -> float:
         """Batches after `step` that could still take the group."""
@@ -147,12 +155,6 @@ class GroupBuffer:
             if pressed >= missing + k * self.gate.batch:
                 return k
         return math.inf
-
-    def _priority(self, waiting: Waiting, step: int) -> tuple[float, ...]:
-        """First the groups that the next batch could not take, oldest first; then the strongest signal."""
-        if self._slack(waiting, step) <= 0:
-            return (0.0, float(waiting.group_id))
-        return (1.0, -waiting.signal, float(waiting.group_id))
 
     def take_dropped(self) -> list[Lease[RolloutSlice]]:
         """Remove the groups that slime's buffer filter took out of the buffer and did not return."""
@@ -195,10 +197,6 @@ class GroupBuffer:
         if not 0 <= chosen < len(slices):
             raise BufferOrderError(f"--buffer-order {self._order} returned {chosen}; {rule}")
         return chosen
-
-
-def _first(groups: Sequence[Waiting], key: Callable[[Waiting], tuple[float, ...]]) -> int:
-    return min(range(len(groups)), key=lambda i: key(groups[i]))
 
 
 Record = Callable[[RolloutSlice, Outcome, str], Awaitable[None]]

@@ -235,7 +235,7 @@ async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_in_f
         one.rig.topic.publish("directory/engine-0", msgspec.msgpack.encode(left))
         loads = one.before_updates()
         await one.start_stage()
-        await until(lambda: bool(one.stage.engines) and one.control().updates > 0)
+        await until(lambda: bool(one.stage.engines) and one.control().current is not None)
         assert [load.path for load in loads] == [str(slot)]
         slot = publisher.publish(1, values(1))
         await one.landed(1)

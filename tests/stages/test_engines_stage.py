@@ -96,7 +96,7 @@ async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resume
 
     loads = fleet.before_updates(look)
     await fleet.start_stage()
-    await until(lambda: bool(fleet.stage.engines) and fleet.control().updates > 0)
+    await until(lambda: bool(fleet.stage.engines) and fleet.control().current is not None)
     await fleet.landed(0)
     assert [update.label for update in loads] == ["0.0"]
     assert (fleet.labels(), core_of(server).paused, fleet.entry().fetching) == (["0.0"], False, -1)
