@@ -123,7 +123,7 @@ def _of_group(answers: object, request: GradeRequest) -> Grade:
     members = tuple(as_grade(answer, request.reward_key) for answer in answers)
     if len(members) != len(request.responses):
         return failed(
-            f"the group grader returned {len(members)} grades for {len(request.responses)} responses; return one for each"
+            f"the group grader returned {len(members)} grades for {len(request.responses)} responses; return one each"
         )
     return Grade(0.0, members=members)
 
