@@ -111,7 +111,8 @@ class Fleet:
     async def landed(self, version: int, *, engine: int = 0) -> None:
         """The engine serves the version."""
         await self.weights.landed(version, engine=engine)
-        await until(lambda: self.control(engine).serving)
+        control = self.control(engine)
+        await until(lambda: control.client is not None and control.entry.state in ("serving", "updating"))
 
     def labels(self) -> list[str]:
         return [core_of(server).label for server in self.servers]
