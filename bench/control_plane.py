@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 
-from bench.report import Series, arguments, finish, machine
+from bench.report import SIMULATED, Series, arguments, finish, machine
 from bench.scale import by_name, watched
 
 APART = "a process for each stage"
 CONTENDERS = {APART: ["--chain", "none"], "chained": []}
 FLAGS = [
-    "--mode", "async", "--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "arithmetic", "--label-key", "label",
-    "--rm-type", "random:0.5", "--rollout-batch-size", "32", "--n-samples-per-prompt", "8",
-    "--rollout-max-response-len", "32", "--engine", "simulated", "engine.simulated.vocab_size=32",
-    "engine.simulated.length_mean=8", "--train-backend", "simulated", "--simulated-step-s", "0.05", "--no-live",
-    "--no-use-plot", "--log-interval", "1000",
+    *SIMULATED, "--mode", "async", "--hf-checkpoint", "tiny-arithmetic", "--rollout-batch-size", "32",
+    "--n-samples-per-prompt", "8", "--rollout-max-response-len", "32", "engine.simulated.vocab_size=32",
+    "engine.simulated.length_mean=8", "--simulated-step-s", "0.05",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bench.report import Series, arguments, finish, machine
+from bench.report import SIMULATED, Series, arguments, finish, machine
 from configs.plan.goodput import attainable, planned_workload
 from configs.rules.validate import checked_flags
 from pipeline.observe.summary import read_summary
@@ -55,13 +55,12 @@ def flags(buffer: str, ratio: float, steps: int, seed: int, run_dir: Path) -> li
         "update_s": 0.2, "time_scale": SCALE, "vocab_size": 250,
     }  # fmt: skip
     return [
-        *mode, "--hf-checkpoint", "tiny", "--prompt-data", "arithmetic", "--label-key", "label",
-        "--engine", "simulated", "--engine-slots", str(SLOTS), "--scale", f"engine={ENGINES}",
-        "--train-backend", "simulated", "--simulated-step-s", f"{step_s:.3f}", "--rm-type", "random:0.5",
+        *SIMULATED, *mode, "--hf-checkpoint", "tiny", "--engine-slots", str(SLOTS), "--scale", f"engine={ENGINES}",
+        "--simulated-step-s", f"{step_s:.3f}",
         "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(MEMBERS), "--num-rollout", str(steps),
         "--rollout-max-response-len", str(LENGTH_CAP), "--rollout-max-context-len", str(2 * LENGTH_CAP),
-        "--server-concurrency", str(SLOTS * 2), "--seed", str(seed), "--rollout-seed", str(seed), "--no-live",
-        "--no-trace", "--no-use-tensorboard", "--log-interval", "1000", "--run-dir", str(run_dir),
+        "--server-concurrency", str(SLOTS * 2), "--seed", str(seed), "--rollout-seed", str(seed),
+        "--no-trace", "--no-use-tensorboard", "--run-dir", str(run_dir),
         *[f"engine.simulated.{key}={value}" for key, value in simulated.items()],
     ]  # fmt: skip
 

@@ -24,6 +24,12 @@ import msgspec
 ROOT: Final = Path(__file__).resolve().parent.parent
 QUICKSTART: Final = ["--config", "quickstart", "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot"]
 
+# A run whose engines and trainer take the time that they are told and compute nothing.
+SIMULATED: Final = [
+    "--prompt-data", "arithmetic", "--label-key", "label", "--rm-type", "random:0.5", "--engine", "simulated",
+    "--train-backend", "simulated", "--no-live", "--no-use-plot", "--log-interval", "100000",
+]  # fmt: skip
+
 
 class Machine(msgspec.Struct, frozen=True):
     cores: int

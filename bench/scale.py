@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from bench.report import ROOT, Series, arguments, finish, machine
+from bench.report import ROOT, SIMULATED, Series, arguments, finish, machine
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -112,15 +112,13 @@ def flags(point: Point) -> list[str]:
     }  # fmt: skip
     scale = [f"{stage}={point.replicas}" for stage in STAGES]
     return [
-        "--mode", "async", "--async-buffer-size", "1", "--hf-checkpoint", "tiny", "--prompt-data", "arithmetic",
-        "--label-key", "label", "--engine", "simulated", "--engine-slots", str(point.in_flight),
-        *(part for text in ("engine=1", *scale) for part in ("--scale", text)),
-        "--train-backend", "simulated", "--simulated-step-s", "0.01", "--rm-type", "random:0.5",
+        *SIMULATED, "--mode", "async", "--async-buffer-size", "1", "--hf-checkpoint", "tiny",
+        "--engine-slots", str(point.in_flight), "--server-concurrency", str(point.in_flight),
+        *(part for text in ("engine=1", *scale) for part in ("--scale", text)), "--simulated-step-s", "0.01",
         "--rollout-batch-size", str(point.groups), "--n-samples-per-prompt", str(MEMBERS),
         "--num-rollout", str(WARM_UP + point.batches), "--rollout-max-response-len", str(4 * LENGTH),
-        "--rollout-max-context-len", str(8 * LENGTH), "--server-concurrency", str(point.in_flight), "--seed", "1",
-        "--rollout-seed", "1", "--samples-interval", "0", "--no-live", "--no-trace", "--no-use-tensorboard",
-        "--log-interval", "100000",
+        "--rollout-max-context-len", str(8 * LENGTH), "--seed", "1", "--rollout-seed", "1", "--samples-interval", "0",
+        "--no-trace", "--no-use-tensorboard",
         *[f"engine.simulated.{key}={value}" for key, value in simulated.items()],
     ]  # fmt: skip
 

@@ -21,7 +21,6 @@ import socket
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
@@ -209,25 +208,14 @@ async def fleet(kind: Kind, versions: Versions, engines: int, root: Path) -> Asy
 
 @asynccontextmanager
 async def _recording(one: Fleet) -> AsyncIterator[str]:
-    """A recording engine with an event loop and a thread of its own, in place of a process."""
-    recorder = Recorder(one.slots.layout.data_bytes)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def start() -> web.AppRunner:
-        runner = web.AppRunner(recorder.application(), access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
-
-    runner = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(start(), loop))
+    """A recording engine, in place of a process: what takes time it does in threads of its own."""
+    runner = web.AppRunner(Recorder(one.slots.layout.data_bytes).application(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(runner.cleanup(), loop))
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        await runner.cleanup()
 
 
 @asynccontextmanager

@@ -108,16 +108,14 @@ def stage_layers(config: Config, layers: int) -> tuple[int, ...] | None:
     if own_stages(config):
         return None
     first, last = megatron.decoder_first_pipeline_num_layers, megatron.decoder_last_pipeline_num_layers
-    even = stages - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
+    before, behind = ([] if count is None else [count] for count in (first, last))
+    even, rest = stages - len(before + behind), layers - sum(before + behind)
     if even == 0:
-        counts = [first or 0, last or 0]
-        return tuple(counts) if rest == 0 else None
+        return (*before, *behind) if rest == 0 else None
     if rest <= 0 or rest % even:
         return None
-    counts = [rest // even] * even
-    counts = [*([first] if first is not None else []), *counts, *([last] if last is not None else [])]
-    return tuple(counts) if all(count % chunks == 0 for count in counts) else None
+    counts = (*before, *[rest // even] * even, *behind)
+    return counts if all(count % chunks == 0 for count in counts) else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -269,48 +269,34 @@ class Staleness(Struct, frozen=True):
     training is."""
 
     bound: int
-    ahead: int  # N that the bound stands for
-    interval: int  # K
     mean_low: float
     mean_high: float
 
 
-def mean_staleness(in_flight: float, queued: float, batch: int, interval: int = 1) -> float:
-    """Mean versions between the start of a group and its training. All three counts in groups. Little's law."""
-    return (in_flight + queued) / batch + (interval - 1) / 2
-
-
 def predicted_staleness(config: Config) -> Staleness:
-    """From the gate and the engines' slots alone.
+    """From the gate and the engines' slots alone, by Little's law.
 
     If training is the slower side the gate is always full: C + Q = N * B plus, between publications, (K - 1) / 2
     batches on average. If generation is, all slots run and nothing queues: C = slots / n groups, at most what the
     gate admits.
     """
     gate, rollout = config.asynchrony, config.rollout
-    interval, bound = gate.update_weights_interval, gate.max_staleness or 0
-    batch = rollout.rollout_batch_size
+    bound, between = gate.max_staleness or 0, (gate.update_weights_interval - 1) / 2
     slots = replicas(config).get("engine", 0) * min(config.engine.engine_slots, rollout.server_concurrency)
-    running = slots / rollout.n_samples_per_prompt
-    ahead = max(bound - interval + 1, 0)
-    high = mean_staleness(0, ahead * batch, batch, interval)
-    return Staleness(
-        bound=bound,
-        ahead=ahead,
-        interval=interval,
-        mean_low=min(high, mean_staleness(running, 0, batch, interval)),
-        mean_high=high,
-    )
+    running = slots / rollout.n_samples_per_prompt / rollout.rollout_batch_size
+    high = max(bound - gate.update_weights_interval + 1, 0) + between
+    return Staleness(bound, min(high, running + between), high)
 
 
 def staleness_line(config: Config) -> str:
     """The line that a run prints at its start: the bound, and the mean to expect."""
-    found = predicted_staleness(config)
+    found, interval = predicted_staleness(config), config.asynchrony.update_weights_interval
     if found.bound == 0:
         return "staleness: 0, every token is trained by the weights version that made it"
     line = (
         f"staleness: at most {found.bound} version{'s' if found.bound > 1 else ''} (N + K - 1 with N = "
-        f"{found.ahead}, K = {found.interval}); predicted mean {found.mean_high:.2g} if training is the slower side"
+        f"{max(found.bound - interval + 1, 0)}, K = {interval}); predicted mean {found.mean_high:.2g} if training is "
+        "the slower side"
     )
     if found.mean_low < found.mean_high:
         line += f", about {found.mean_low:.2g} if generation is"

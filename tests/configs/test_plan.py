@@ -19,7 +19,6 @@ from configs.load import read_preset
 from configs.plan.goodput import lognormal_lengths
 from configs.plan.plan import (
     make_plan,
-    mean_staleness,
     predicted_staleness,
     render,
     simulated_generation_s,
@@ -59,8 +58,6 @@ def test_the_predicted_mean_is_what_the_gate_does(batch: int, ahead: int, interv
 
 
 def test_staleness_of_known_cases() -> None:
-    assert mean_staleness(in_flight=48, queued=16, batch=32) == 2.0
-    assert mean_staleness(in_flight=32, queued=0, batch=32, interval=3) == 2.0
     found = predicted_staleness(planned("--engine-slots 128"))  # 128 slots / 8 per group = half a batch
     assert (found.bound, found.mean_low, found.mean_high) == (2, 0.5, 2.0)
     assert predicted_staleness(planned("--engine-slots 128 --scale engine=8")).mean_low == 2.0
