@@ -22,7 +22,7 @@ import warnings
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -147,7 +147,7 @@ def _trainer(setting: Setting, contender: Contender) -> Trainer:
             gradient_checkpointing=setting.recompute,
         ),
         parallel=ParallelConfig(actor_num_gpus_per_node=contender.processes),
-        megatron=MegatronConfig(**contender.layout),
+        megatron=MegatronConfig(tensor_model_parallel_size=contender.processes),
     )
     trainer = build_member(resolve(config), 1)
     trainer.setup()
@@ -185,17 +185,18 @@ def _over_processes(value: float, how: Any) -> float:
     return float(found.item())
 
 
+# Groups of a batch, medians of prompt and response in tokens, the longest, tokens of a micro-batch. Small on a CPU; on
+# a GPU, sequences of a reasoning model.
+BATCHES: Final = {
+    "cuda": (8, 200.0, 1200.0, 8192, 16384), "quick": (3, 24.0, 80.0, 256, 1024), "cpu": (4, 32.0, 128.0, 512, 2048),
+}  # fmt: skip
+
+
 def setting_of(options: argparse.Namespace, checkpoint: Path) -> Setting:
-    """Small on a CPU; on a GPU, sequences of a reasoning model."""
-    if options.device == "cuda":
-        shape: dict[str, Any] = {"groups": 8, "prompt": 200.0, "response": 1200.0, "longest": 8192, "budget": 16384}
-    elif options.quick:
-        shape = {"groups": 3, "prompt": 24.0, "response": 80.0, "longest": 256, "budget": 1024}
-    else:
-        shape = {"groups": 4, "prompt": 32.0, "response": 128.0, "longest": 512, "budget": 2048}
+    batch = BATCHES["cuda" if options.device == "cuda" else "quick" if options.quick else "cpu"]
     rounds = options.rounds or (3 if options.quick else 5)
     recompute = options.recompute or options.size == "4B"  # whose activations do not fit beside its optimizer
-    return Setting(str(checkpoint), options.size, options.device, rounds=rounds, recompute=recompute, **shape)
+    return Setting(str(checkpoint), options.size, options.device, *batch, rounds, recompute)
 
 
 def runnable(device: str) -> tuple[list[Contender], list[str]]:
@@ -203,8 +204,8 @@ def runnable(device: str) -> tuple[list[Contender], list[str]]:
     chosen, missing = [], []
     gpus = torch.cuda.device_count() if device == "cuda" else None
     for one in CONTENDERS:
-        if not importable(one.module):
-            missing.append(f"{one.name}: not run, {one.module} is not installed")
+        if one.backend == "megatron" and not importable("megatron.core"):
+            missing.append(f"{one.name}: not run, megatron.core is not installed")
         elif gpus is not None and one.processes > gpus:
             missing.append(f"{one.name}: not run, it takes {one.processes} GPUs and there is {gpus}")
         else:

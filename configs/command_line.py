@@ -132,7 +132,7 @@ def read(argv: Sequence[str]) -> Arguments:
     for _, _, tokens in grouped(translated.argv):
         reader.take(*tokens)
     return Arguments(
-        layer=Layer(origin="command line", values=reader.values, labels=reader.labels, edits=reader.edits),
+        layer=Layer(values=reader.values, labels=reader.labels, edits=reader.edits),
         config=tuple(reader.config),
         faults=tuple(reader.faults),
         notes=translated.notes,

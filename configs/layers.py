@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -21,7 +21,6 @@ from configs.schema import Config, DebugConfig
 from configs.schema.notation import cure
 
 S = TypeVar("S", bound=Struct)
-Origin = Literal["command line", "recipe", "preset"]
 
 GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
 # Two settings of one fact: the setting of the higher layer replaces the other setting.
@@ -49,7 +48,6 @@ class Layer(Struct, frozen=True, kw_only=True):
     `edits`: values of `stage.<name>.<field>` and `environment.<name>.<field>` on the command line, still as text.
     """
 
-    origin: Origin
     values: Mapping[str, Any] = {}
     labels: Mapping[str, str] = {}
     edits: Mapping[str, str] = {}

@@ -20,7 +20,7 @@ import msgspec
 
 from configs.command_line import RETIRED, Arguments, parse, retired
 from configs.flags import TABLES, RefusedValue, flags, flags_by_key
-from configs.layers import ConfigError, Layer, Loaded, Origin, merge, refusal, value_at
+from configs.layers import ConfigError, Layer, Loaded, merge, refusal, value_at
 from configs.schema import Config
 from configs.schema.notation import cure
 from configs.schema.train import has_transformer_engine
@@ -47,13 +47,13 @@ def preset_names() -> tuple[str, ...]:
 
 
 def chosen_preset(layers: Sequence[Layer]) -> str | None:
-    """The name that the highest layer gives; layers from the lowest to the highest.
+    """The name that the highest layer gives; layers from the lowest to the highest, which is the command line.
 
     None if that is a recipe with an architecture of its own, such as a run's config.toml: the preset is in it already.
     """
     for layer in reversed(layers):
         if "model.model" in layer.values:
-            complete = layer.origin == "recipe" and "model.architecture" in layer.values
+            complete = layer is not layers[-1] and "model.architecture" in layer.values
             return None if complete else layer.values["model.model"]
     return None
 
@@ -196,8 +196,7 @@ def recipe_path(name: str) -> Path:
 
 def read_recipe(name: str) -> Layer:
     """Read a recipe into a layer. Raises `ConfigError` that lists every fault of the file."""
-    path = recipe_path(name)
-    return layer_from_tables(_tables(path), path.name)
+    return _read(recipe_path(name), recipe_path(name).name)
 
 
 def read_preset(name: str) -> Layer:
@@ -205,20 +204,17 @@ def read_preset(name: str) -> Layer:
     if name not in preset_names():
         hint = cure(name.lower(), preset_names(), form="--model {}")
         raise ConfigError(f"--model is {name!r}, but there is no such preset; {hint}")
-    return layer_from_tables(_tables(MODELS / f"{name}.toml"), f"--model {name}", origin="preset")
+    return _read(MODELS / f"{name}.toml", f"--model {name}")
 
 
-def _tables(path: Path) -> dict[str, Any]:
+def _read(path: Path, file: str) -> Layer:
+    """Typed values of the tables of a recipe, which faults call `file`. Raises `ConfigError` that lists every fault."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} is not valid TOML: {error}; correct that place") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); make it a file that you may read") from error
-
-
-def layer_from_tables(tables: dict[str, Any], file: str, *, origin: Origin = "recipe") -> Layer:
-    """Typed values of the tables of a recipe. Raises `ConfigError` that lists every fault."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
     faults: list[str] = []
@@ -236,7 +232,7 @@ def layer_from_tables(tables: dict[str, Any], file: str, *, origin: Origin = "re
             faults.append(refusal(flag, label, value, str(error)))
     if faults:
         raise ConfigError(faults)
-    return Layer(origin=origin, values=values, labels=labels)
+    return Layer(values=values, labels=labels)
 
 
 def _leaves(tables: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -53,31 +52,27 @@ class Task:
 
     def __init__(self, home: Path, seed: int) -> None:
         torch.set_num_threads(1)
-        self.home = home
-        self.model = home / "start"
-        make_tiny_checkpoint(home / "random", TinyRecipe(tokenizer="arithmetic", seed=seed))
-        self.codec = TextCodec.load(home / "random")
+        random = make_tiny_checkpoint(home / "random", TinyRecipe(tokenizer="arithmetic", seed=seed))
+        codec = TextCodec.load(random)
         files = write_arithmetic(home / "data", kind="add", train=8000, heldout=HELD_OUT, seed=0)
-        self.train, self.held_out = (rows_of(file, self.codec) for file in (files.train, files.heldout))
-        self._warm_start(seed)
+        self.train, self.held_out = rows_of(files.train, codec), rows_of(files.heldout, codec)
+        self.model = self._warm_start(random, home / "warm", seed)
 
-    def _warm_start(self, seed: int, target: float = 0.45) -> None:
-        """Supervised training until the mean loss of ten steps is below the target (every third sum right)."""
-        config = configured(
-            self.home / "random", ["--mode", "sync", "--loss-type", "sft_loss", "--lr", "5e-4", "--seed", str(seed)]
-        )
-        backend = build_backend(config, 2000)
+    def _warm_start(self, start: Path, target: Path, seed: int, loss: float = 0.45) -> Path:
+        """Supervised training until the mean loss of ten steps is below `loss` (every third sum right)."""
+        flags = ["--mode", "sync", "--loss-type", "sft_loss", "--lr", "5e-4", "--seed", str(seed)]
+        backend = build_backend(configured(start, flags), 2000)
         backend.setup()
         random, recent = np.random.default_rng(seed), deque([10.0], maxlen=10)
-        while np.mean(recent) > target:
+        while np.mean(recent) > loss:
             rows = [self.train[int(i)] for i in random.integers(0, len(self.train), 128)]
             backend.begin_batch(rollouts=len(rows), steps=1)
             backend.accumulate(
                 [sequence(i, i, row, list(row.answer), [0.0] * len(row.answer), 1.0, 0) for i, row in enumerate(rows)]
             )
             recent.append(backend.step()["train/loss"])
-        backend.save(self.home / "warm")
-        shutil.copytree(self.home / "warm" / "hf", self.model)
+        backend.save(target)
+        return target / "hf"
 
 
 def configured(model: Path, flags: Sequence[str]) -> Config:

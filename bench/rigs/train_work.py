@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -81,16 +81,14 @@ class Contender:
     name: str
     backend: Literal["torch", "fsdp", "megatron"]
     processes: int
-    layout: dict[str, Any] = field(default_factory=dict)
-    module: str = "torch"  # that must be importable
 
 
 CONTENDERS: Final = (
     Contender("torch", "torch", 1),
     Contender("fsdp", "fsdp", 1),
-    Contender("megatron", "megatron", 1, module="megatron.core"),
+    Contender("megatron", "megatron", 1),
     Contender("fsdp, 2 processes", "fsdp", 2),
-    Contender("megatron, TP 2", "megatron", 2, {"tensor_model_parallel_size": 2}, "megatron.core"),
+    Contender("megatron, TP 2", "megatron", 2),
 )
 
 

@@ -91,11 +91,6 @@ def kl_faults(config: Config) -> Iterator[str]:
             f"reward per token to take it from; use --use-kl-loss --kl-loss-coef {algorithm.kl_coef:g}, or choose one "
             f"of {', '.join(sorted(KL_IN_REWARD))}"
         )
-    if algorithm.kl_coef > 0 and algorithm.use_kl_loss:
-        yield (
-            f"--kl-coef {algorithm.kl_coef:g} and --use-kl-loss both hold the policy near the reference, once in the "
-            "reward and once in the loss; leave one of them out"
-        )
 
 
 def loss_faults(config: Config) -> Iterator[str]:
@@ -144,6 +139,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             "removes; its own form is --loss-aggregation constant"
         )
     yield from _clip_warnings(algorithm)
+    yield from _correction_warnings(config)
 
 
 def _clip_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -220,16 +216,6 @@ def _stale(config: Config) -> bool:
 
 
 def _custom_loss(config: Config) -> Iterator[str]:
-    if config.correction.use_tis:
-        yield (
-            "--use-tis with --loss-type custom_loss: a loss of your own is not weighted; leave --use-tis out and "
-            "correct inside the loss"
-        )
-    if config.correction.rejects or config.correction.use_opsm:
-        yield (
-            "--rollout-rs, --rs-veto and --use-opsm act on a policy loss, not on --loss-type custom_loss; leave them "
-            "out"
-        )
     if _stale(config) and not config.correction.allow_uncorrected:
         yield (
             f"--loss-type custom_loss with max_staleness {config.asynchrony.max_staleness}: whether your loss corrects "
@@ -274,11 +260,6 @@ def weight_faults(config: Config) -> Iterator[str]:
                 f"{label} with --tis-level {correction.tis_level}: it is defined for the weight of a single token; "
                 "set --tis-level token"
             )
-    if correction.tis_batch_normalize and correction.tis_level == "geometric":
-        yield (
-            "--tis-batch-normalize with --tis-level geometric: a geometric mean is no importance weight whose mean "
-            "should be 1; leave one of them out"
-        )
 
 
 def rejection_faults(config: Config) -> Iterator[str]:
@@ -311,10 +292,8 @@ def sampling_faults(config: Config) -> Iterator[str]:
             )
 
 
-def correction_warnings(config: Config) -> Iterator[str]:
+def _correction_warnings(config: Config) -> Iterator[str]:
     correction, rollout = config.correction, config.rollout
-    if config.train.loss_type == "sft_loss":
-        return
     if not correction.use_tis:
         changed = [name for name in _WEIGHT_OPTIONS if getattr(correction, name) != getattr(CorrectionConfig(), name)]
         if changed:

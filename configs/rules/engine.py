@@ -44,20 +44,10 @@ def fleet_faults(config: Config) -> Iterator[str]:
             f"--rollout-external-engine-addrs names SGLang servers, but --engine is {config.engine.engine}, whose "
             "engines are started with the run; add --engine sglang"
         )
-    if gpus is not None:
-        yield (
-            f"--rollout-num-gpus is {gpus}, but with --rollout-external-engine-addrs no engine is started; leave one "
-            "of them out"
-        )
     if scale is not None and scale != len(external):
         yield (
             f"--scale engine={scale} contradicts the {len(external)} addresses of --rollout-external-engine-addrs; "
             "leave engine out"
-        )
-    if config.asynchrony.colocate:
-        yield (
-            "--colocate lets engine and trainer take turns on their devices, but engines that run already keep theirs; "
-            "leave out --colocate or --rollout-external-engine-addrs"
         )
 
 

@@ -64,17 +64,8 @@ def reward_faults(config: Config) -> Iterator[str]:
         graders.append(grader)
     for name, count in repeated(text.partition("=")[0] for text in reward.reward_component):
         yield f"--reward-component names {name!r} {count} times, but names must differ; rename all but one"
-    if reward.reward_component and reward.custom_rm_path is not None:
-        yield (
-            "--reward-component and --custom-rm-path both say how to grade; leave one out, or make your function a "
-            f"component: own={reward.custom_rm_path}@1.0"
-        )
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs a function over whole groups; give --custom-rm-path, e.g. my_project.rewards:rank"
-    if reward.reward_component:
-        for label, used in (("--group-rm", reward.group_rm), ("--reward-key", reward.reward_key is not None)):
-            if used:
-                yield f"{label} and --reward-component both say what a response earns; leave one of them out"
     if "remote" in graders and reward.rm_url is None:
         yield "rm_type remote has no address; give --rm-url, for example --rm-url http://localhost:8000/score"
     if reward.rm_url is not None and not _URL.fullmatch(reward.rm_url):
@@ -91,34 +82,14 @@ def reward_faults(config: Config) -> Iterator[str]:
             f"--overlong-buffer-len is {reward.overlong_buffer_len:g}, but must be below --rollout-max-response-len "
             f"{limit}, for it is the last part of it; lower it"
         )
-    if reward.custom_reward_post_process_path is not None and config.algorithm.advantage_estimator in (
-        "ppo",
-        "reinforce_plus_plus",
-        "on_policy_distillation",
-    ):
-        yield (
-            "--custom-reward-post-process-path replaces a group's normalisation, which --advantage-estimator "
-            f"{config.algorithm.advantage_estimator} does not have; choose a group estimator such as grpo"
-        )
 
 
 def filter_faults(config: Config) -> Iterator[str]:
-    filters = config.filter
-    wanted, batch = filters.over_sampling_batch_size, config.rollout.rollout_batch_size
+    wanted, batch = config.filter.over_sampling_batch_size, config.rollout.rollout_batch_size
     if wanted is not None and wanted < batch:
         yield (
             f"--over-sampling-batch-size is {wanted}, but a batch of {batch} groups needs as many in flight anyway; "
             f"set it to at least {batch}, or leave it out"
-        )
-    if wanted is not None and config.run.deterministic:
-        yield (
-            "--deterministic with --over-sampling-batch-size: which groups are trained then depends on the order in "
-            "which they finish; leave one of them out"
-        )
-    if "nonzero_std" in filters.dynamic_sampling_filter and "nonzero_std_fallback" in filters.dynamic_sampling_filter:
-        yield (
-            "--dynamic-sampling-filter nonzero_std drops what nonzero_std_fallback would keep for a batch that is "
-            "short; leave one of them out"
         )
 
 
@@ -149,11 +120,6 @@ def environment_faults(config: Config) -> Iterator[str]:
         if table.name in BUILT_IN_DATA:
             yield f"environment.{table.name} has the name of built-in data; rename it"
         yield from _table_faults(table)
-    if config.environment and config.tools.tools:
-        yield (
-            f"--tools {' '.join(config.tools.tools)} and [[environment]] both answer the model's turns; leave --tools "
-            "out, and let the environment offer its tools"
-        )
 
 
 def _table_faults(table: EnvironmentConfig) -> Iterator[str]:

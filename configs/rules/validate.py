@@ -37,6 +37,32 @@ _PAIRS: Final = (
     ("correction.tis_seq_low", "correction.tis_seq_high"),
     ("data.curriculum_low", "data.curriculum_high"),
 )
+# Conditions that must not hold together, and why; what to do is to leave one of them out, unless it is said.
+_CONTRADICTIONS: Final = (
+    ("--kl-coef above 0", "--use-kl-loss",
+     "both hold the policy near the reference, once in the reward and once in the loss"),
+    ("--use-tis", "--loss-type custom_loss",
+     "a loss of your own is not weighted; leave --use-tis out and correct inside the loss"),
+    ("--rollout-rs, --rs-veto or --use-opsm", "--loss-type custom_loss", "it acts on a policy loss; leave it out"),
+    ("--tis-batch-normalize", "--tis-level geometric",
+     "a geometric mean is no importance weight whose mean should be 1"),
+    ("--reward-component", "--custom-rm-path",
+     "both say how to grade; leave one out, or make your function a component, as own=FUNCTION@1.0"),
+    ("--group-rm", "--reward-component", "both say what a response earns"),
+    ("--reward-key", "--reward-component", "both say what a response earns"),
+    ("--custom-reward-post-process-path", "--advantage-estimator ppo, reinforce_plus_plus or on_policy_distillation",
+     "it replaces a group's normalisation, which this estimator does not have; choose a group estimator such as grpo"),
+    ("--deterministic", "--over-sampling-batch-size",
+     "which groups are trained then depends on the order in which they finish"),
+    ("--dynamic-sampling-filter nonzero_std", "--dynamic-sampling-filter nonzero_std_fallback",
+     "the first drops what the second would keep for a batch that is short"),
+    ("--tools", "an [[environment]]",
+     "both answer the model's turns; leave --tools out, and let the environment offer its tools"),
+    ("--rollout-num-gpus", "--rollout-external-engine-addrs", "no engine is started"),
+    ("--colocate", "--rollout-external-engine-addrs",
+     "engine and trainer take turns on their devices, but engines that run already keep theirs; leave out --colocate "
+     "or --rollout-external-engine-addrs"),
+)  # fmt: skip
 _OF_POLICY_LOSS: Final = ("algorithm.", "correction.", "critic.")  # supervised training does not judge by these
 _WORK: Final = ("train.loss_type", "debug.load_debug_rollout_data")  # which may need no engine
 
@@ -91,13 +117,20 @@ def unread_faults(config: Config, given: Mapping[str, str] | None = None) -> Ite
     written = given_by_difference(config) if given is None else given
     for key, wrote in written.items():
         flag, value = flags_by_key()[key], value_at(config, key)
-        condition = next((text for text in flag.read_by if not _holds(config, text)), None)
+        condition = next((text for text in flag.read_by if not _written(config, text)), None)
         if condition is None or value == flag.default or _may_stay(wrote, condition, written):
             continue
         if config.train.loss_type == "sft_loss" and key.startswith(_OF_POLICY_LOSS):
             continue
         if value != _derived(config, key, written):
             yield f"{flag.label} is {show(value)}, but only {condition} reads it; choose that, or leave it out"
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    for first, second, why in _CONTRADICTIONS:
+        one, other = _written(config, first), _written(config, second)
+        if one and other:
+            yield f"{one} with {other}: {why}" + ("" if ";" in why else "; leave one of them out")
 
 
 def bound_faults(config: Config) -> Iterator[str]:
@@ -129,11 +162,16 @@ def _may_stay(wrote: str, condition: str, written: Mapping[str, str]) -> bool:
     return bool(place) and any(layer != place for layer in changed)
 
 
-def _holds(config: Config, condition: str) -> bool:
-    return any(
-        _has(config, key, text, wanted=wanted) if key else _FACTS[text][0](config)
-        for key, text, wanted in _alternatives(condition)
-    )
+def _written(config: Config, condition: str) -> str:
+    """The first alternative that holds, as a user writes it; empty if none does."""
+    for key, text, wanted in _alternatives(condition):
+        if not key and _FACTS[text][0](config):
+            return text
+        if key and _has(config, key, text, wanted=wanted):
+            flag = flags_by_key()[key]
+            value = "" if flag.kind == "bool" else f" {text or show(value_at(config, key))}"
+            return f"--{'' if wanted else 'no-'}{flag.name}{value}"
+    return ""
 
 
 def _has(config: Config, key: str, text: str, *, wanted: bool) -> bool:
@@ -175,10 +213,10 @@ _FAULTS: Final[tuple[Check, ...]] = (
     engine.fleet_faults, engine.router_faults, engine.update_faults, engine.deadline_faults,
     files.preset_faults, files.model_args_faults, files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.megatron_faults, parallel.lora_faults,
-    run.tracker_faults, run.debug_faults, bound_faults,
+    run.tracker_faults, run.debug_faults, bound_faults, contradictions,
 )  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
-    run.run_warnings, algorithm.algorithm_warnings, algorithm.correction_warnings,
+    run.run_warnings, algorithm.algorithm_warnings,
     placement.scale_warnings, reward.environment_warnings,
     engine.warnings, files.model_warnings, files.save_warnings, parallel.warnings,
 )  # fmt: skip
