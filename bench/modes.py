@@ -39,9 +39,6 @@ RATIOS = (1.0, 0.5, 0.25)
 BUFFERS = ("0", "1", "2", "4", "6", "8", "auto")
 
 
-Outcome = dict[str, float]  # the figures of a run by name; times in (scaled) seconds
-
-
 def token_s() -> float:
     """Engine seconds per token at full slots, all engines together."""
     return SCALE * (A_MS + C_MS * SLOTS) / SLOTS / 1000 / ENGINES
@@ -65,8 +62,11 @@ def flags(buffer: str, ratio: float, steps: int, seed: int, run_dir: Path) -> li
     ]  # fmt: skip
 
 
-def measure(buffer: str, ratio: float, steps: int, seed: int) -> Outcome:
-    """One run of `steps` counted batches, in this process. If it fails, its output is shown and the benchmark ends."""
+def measure(buffer: str, ratio: float, steps: int, seed: int) -> dict[str, float]:
+    """One run of `steps` counted batches, in this process. If it fails, its output is shown and the benchmark ends.
+
+    Figures by name; times in (scaled) seconds.
+    """
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         run_dir = Path(home) / "run"
         last = 8 if buffer == "auto" else int(buffer)  # batches for which nothing new is admitted
@@ -96,7 +96,7 @@ def measure(buffer: str, ratio: float, steps: int, seed: int) -> Outcome:
     }
 
 
-def report(results: dict[tuple[float, str], list[Outcome]]) -> list[Series]:
+def report(results: dict[tuple[float, str], list[dict[str, float]]]) -> list[Series]:
     """Print the table; return what the JSON file holds."""
     print(f"\n{'W_t / W_g':>9} {'N':>5} {'s/batch':>17} {'goodput':>8} {'attainable':>10} {'of it':>6}", end=" ")
     print(f"{'staleness':>10} {'max':>4} {'wasted':>7} {'speed-up':>9}")
@@ -119,7 +119,7 @@ def main() -> None:
     options = arguments(__doc__, "modes", "1 round of fewer batches, sync, N = 4 and auto at one ratio").parse_args()
     rounds, steps = options.rounds or (1 if options.quick else 3), 8 if options.quick else 24
     about = machine(["pyzmq", "msgspec", "torch", "aiohttp"])
-    results: dict[tuple[float, str], list[Outcome]] = {}
+    results: dict[tuple[float, str], list[dict[str, float]]] = {}
     for number in range(rounds):
         for ratio in RATIOS[:1] if options.quick else RATIOS:
             for buffer in BUFFERS[::3] if options.quick else BUFFERS:

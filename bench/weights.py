@@ -91,9 +91,8 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
             values.setdefault((BASELINE, ""), []).append(1e3 * copy_s(nbytes))
             for route in routes:
                 TOUCHED.clear()
-                landed_s, stall_s = await one.publish(route)
-                values.setdefault((route, "landed"), []).append(1e3 * landed_s)
-                values.setdefault((route, "stall"), []).append(1e3 * stall_s)
+                for what, seconds in zip(("landed", "stall"), await one.publish(route), strict=True):
+                    values.setdefault((route, what), []).append(1e3 * seconds)
                 touched[f"{route} stall"] = ", ".join(
                     f"{what} {n / nbytes:.3g}x" for what, n in sorted(TOUCHED.items())
                 )

@@ -140,9 +140,6 @@ def read_tables(value: Any, section: str) -> tuple[Any, ...]:
     known = kind.__struct_fields__
     tables = []
     for table in value:
-        if isinstance(table, kind):
-            tables.append(table)
-            continue
         unknown = [key for key in table if key not in known] if isinstance(table, dict) else []
         if unknown:
             raise RefusedValue(f"must be tables with the keys {', '.join(known)}; {suggestion(unknown[0], known)}")

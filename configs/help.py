@@ -188,11 +188,8 @@ def render_model_tables() -> str:
         "preset | nodes of 8 | trainer: GPUs | layout | memory of a GPU, GiB | on the host, GiB | engine: GPUs "
         "| KV tokens"
     )
-    tables = (
-        _table(models, (_model_cells(*one) for one in presets)),
-        _table(layouts, (_layout_cells(*one) for one in presets)),
-    )
-    return "\n\n".join(tables) + "\n"
+    of_models = _table(models, (_model_cells(*one) for one in presets))
+    return f"{of_models}\n\n{_table(layouts, (_layout_cells(*one) for one in presets))}\n"
 
 
 def _estimate(config: Config) -> RunEstimate:

@@ -141,12 +141,11 @@ def with_work(arguments: Arguments) -> tuple[Arguments, str]:
     """
     if any(key in layer.values for layer in _layers(arguments) for key in _WORK):
         return arguments, ""
-    recipes = (TOY, *arguments.config) if arguments.config else (QUICKSTART,)
     if arguments.config:
         note = f"no --prompt-data, --model or --hf-checkpoint: {' '.join(arguments.config)} on the toy problem"
-    else:
-        note = f"no --prompt-data, --config, --model or --hf-checkpoint: running the recipe {QUICKSTART}"
-    return msgspec.structs.replace(arguments, config=recipes), note
+        return msgspec.structs.replace(arguments, config=(TOY, *arguments.config)), note
+    note = f"no --prompt-data, --config, --model or --hf-checkpoint: running the recipe {QUICKSTART}"
+    return msgspec.structs.replace(arguments, config=(QUICKSTART,)), note
 
 
 def _layers(arguments: Arguments) -> list[Layer]:
@@ -303,9 +302,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return (
-            f"{{ {', '.join(f'{_toml_value(key)} = {_toml_value(item)}' for key, item in value.items())} }}"
-            if value
-            else "{}"
-        )
+        pairs = ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
     return repr(value)

@@ -71,13 +71,8 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
 
 def _import_paths(config: Config) -> dict[str, Any]:
     """`package.module.name`, as slime writes import paths, as `package.module:name`, which all readers expect."""
-    found = {}
-    for key in (*IMPORT_PATHS, *NAMED):
-        text = value_at(config, key)
-        if text is not None and _DOTTED.fullmatch(text):
-            module, _, name = text.rpartition(".")
-            found[key] = f"{module}:{name}"
-    return found
+    written = {key: value_at(config, key) for key in (*IMPORT_PATHS, *NAMED)}
+    return {key: ":".join(text.rsplit(".", 1)) for key, text in written.items() if text and _DOTTED.fullmatch(text)}
 
 
 def num_rollout_for(config: Config, prompts: int) -> int:

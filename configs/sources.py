@@ -95,12 +95,9 @@ def checkpoint_fault(label: str, name: str) -> str | None:
         )
     if _HUB_ID.fullmatch(name) and not Path(name.split("/")[0]).is_dir():
         return None
-    names, path_cure = (
-        () if "/" in name else BUILT_IN_MODELS,
-        "correct the path, or give a hub id such as Qwen/Qwen3-0.6B",
-    )
-    hint = cure(name, names, path_cure)
-    if hint != path_cure or "/" in name or name.startswith(("~", ".")):
+    otherwise = "correct the path, or give a hub id such as Qwen/Qwen3-0.6B"
+    hint = cure(name, () if "/" in name else BUILT_IN_MODELS, otherwise)
+    if hint != otherwise or "/" in name or name.startswith(("~", ".")):
         return f"{label} is {name!r}, but there is no such directory; {hint}"
     return None
 

@@ -232,10 +232,9 @@ def _router_port(values: tuple[str, ...], given: Given) -> Answer:
 
 
 def _update_mode(values: tuple[str, ...], given: Given) -> Answer:
-    if values == ("full",):
-        return Answer()
-    if values == ("delta",):
-        return Answer(("--update-weight-transport", "delta"))
+    known = {("full",): (), ("delta",): ("--update-weight-transport", "delta")}
+    if values in known:
+        return Answer(known[values])
     return Answer(fault="versions are sent in full, or as differences; write --update-weight-transport")
 
 

@@ -22,11 +22,9 @@ def on_config(config: Any) -> None:
     copy = Path(tempfile.mkdtemp(prefix="sluice-api-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     for source, name in SOURCES:
-        root = Path(config["docs_dir"]).parent / source
-        for file in root.rglob("*.py"):
-            place = copy / name / file.relative_to(root)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, place)
+        shutil.copytree(
+            Path(config["docs_dir"]).parent / source, copy / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
         for folder in (copy / name, *(path for path in (copy / name).rglob("*") if path.is_dir())):
             (folder / "__init__.py").touch()
     config["plugins"]["mkdocstrings"].config["handlers"]["python"]["paths"] = [str(copy)]

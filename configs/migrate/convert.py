@@ -67,10 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
 def kept(translation: Translation) -> Iterator[Option]:
     """All options but those that describe the model, which its config.json does, and those without effect."""
-    unread = set(without_effect(translation))
-    for option in translation.options:
-        if option.name not in MODEL_ARGS and option.name not in unread:
-            yield option
+    left_out = MODEL_ARGS.union(without_effect(translation))
+    return (option for option in translation.options if option.name not in left_out)
 
 
 def without_effect(translation: Translation) -> Iterator[str]:

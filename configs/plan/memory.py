@@ -19,6 +19,7 @@ experts. Invariant: the estimate is of the fullest process.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from typing import Final, Literal
 
 from msgspec import Struct
@@ -115,10 +116,8 @@ def _megatron(config: Config, shape: ModelShape) -> TrainerMemory | None:
     stages = stage_layers(config, shape.layers)
     if stages is None:
         return None
-    first, found = 0, []
-    for stage, count in enumerate(stages):
-        found.append(_megatron_stage(config, shape, stage, range(first, first + count)))
-        first += count
+    ends = zip(stages, accumulate(stages), strict=True)
+    found = [_megatron_stage(config, shape, stage, range(end - count, end)) for stage, (count, end) in enumerate(ends)]
     return max(found, key=lambda memory: memory.total)
 
 

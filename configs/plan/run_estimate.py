@@ -128,17 +128,12 @@ def _work(config: Config, shape: ModelShape) -> Work:
         shape.positions or 1 << 62,
     )
     one = forward_flops(shape, length)
-    passes = 3.0 + _recomputed(config) + _scored(config)
+    megatron = config.train.train_backend == "megatron"
+    recomputes = config.megatron.recompute_granularity == "full" if megatron else config.train.gradient_checkpointing
+    passes = 3.0 + recomputes + _scored(config)
     rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     batch = int(one * passes * rollouts * trained_models(config))
     return Work(forward_token=one // length, passes=passes, length=length, batch=batch)
-
-
-def _recomputed(config: Config) -> int:
-    """Forward passes within the backward pass."""
-    if config.train.train_backend == "megatron":
-        return int(config.megatron.recompute_granularity == "full")
-    return int(config.train.gradient_checkpointing)
 
 
 def _scored(config: Config) -> float:

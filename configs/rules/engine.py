@@ -98,16 +98,6 @@ def update_faults(config: Config) -> Iterator[str]:
         )
 
 
-def deadline_faults(config: Config) -> Iterator[str]:
-    """A group's deadline replaces what is slow, a sample's ends it: the first must come first."""
-    group, sample = config.rollout.group_deadline_secs, config.rollout.sample_deadline_secs
-    if group is not None and sample is not None and group >= sample:
-        yield (
-            f"--group-deadline-secs is {group:g}, but must be less than --sample-deadline-secs {sample:g}, which would "
-            "end each rollout before; lower it, or leave one of them out"
-        )
-
-
 def warnings(config: Config) -> Iterator[str]:
     sglang, router, kind = config.sglang, config.router, router_kind(config)
     external = sglang.rollout_external_engine_addrs
@@ -126,25 +116,20 @@ def warnings(config: Config) -> Iterator[str]:
         yield f"--router-{_dashed(min(router.router_args))} has no effect: {why}"
     if router.router_address is not None and router.router_policy != "auto":
         yield "--router-policy says only how requests are sent round the router: --router-address has its own policy"
-    yield from _reach_warnings(config)
-    if config.update.update_weight_rolling > max(1, engine_count(config)):
-        yield (
-            f"--update-weight-rolling {config.update.update_weight_rolling} lets all {engine_count(config)} engines "
-            "stand still at once"
-        )
-
-
-def _reach_warnings(config: Config) -> Iterator[str]:
-    """Routes that need more than an address in common."""
     route = config.update.update_weight_transport
-    remote = [address for address in config.sglang.rollout_external_engine_addrs if _remote(address)]
-    if remote and route in ("disk", "tensor"):
+    remote = [address for address in external if _remote(address)]
+    if remote and route in ("disk", "tensor"):  # they need more than an address in common
         yield (
             f"--update-weight-transport {route} goes through this machine's memory, which {remote[0]} cannot read if "
             "it is another machine; use delta with a shared --update-weight-delta-dir, or distributed"
         )
     if config.asynchrony.colocate and route == "distributed":
         yield "--update-weight-transport distributed cannot join two processes on one GPU; with --colocate use tensor"
+    if config.update.update_weight_rolling > max(1, engine_count(config)):
+        yield (
+            f"--update-weight-rolling {config.update.update_weight_rolling} lets all {engine_count(config)} engines "
+            "stand still at once"
+        )
 
 
 def _remote(address: str) -> bool:

@@ -179,7 +179,9 @@ def preset_faults(config: Config) -> Iterator[str]:
     differing = [
         f"{key} ({show(found[name])}, not {show(value)})"
         for key, value in model.architecture.items()
-        if key not in _FREE and (name := _name_in(found, key)) is not None and not _equal(key, found[name], value)
+        if key not in _FREE
+        and (name := key if key in found else _RENAMED.get(key, key)) in found
+        and not _equal(key, found[name], value)
     ]
     if not differing and known_shape(found) is not None:
         differing = _shape_differences(found, model.architecture)
@@ -188,11 +190,6 @@ def preset_faults(config: Config) -> Iterator[str]:
             f"--hf-checkpoint is {train.hf_checkpoint!r}, whose config.json differs from {label} in "
             f"{', '.join(differing)}; correct the directory, or leave {label} out"
         )
-
-
-def _name_in(found: Mapping[str, Any], key: str) -> str | None:
-    """Under which name the file has a key."""
-    return next((name for name in (key, _RENAMED.get(key, key)) if name in found), None)
 
 
 def _equal(key: str, found: object, expected: object) -> bool:

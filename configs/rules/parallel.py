@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from configs.plan.gpus import Layout, layout_of, own_stages, stage_layers
 from configs.schema import Config
 from configs.schema.model_shapes import ModelShape, known_shape
-from configs.schema.train import MegatronConfig, has_transformer_engine
+from configs.schema.train import has_transformer_engine
 from configs.sources import known_model
 
 _WORLD = "--actor-num-nodes x --actor-num-gpus-per-node"
@@ -66,10 +66,6 @@ def megatron_faults(config: Config) -> Iterator[str]:
         if fault := next(_dividing("--tensor-model-parallel-size", layout.tensor, size, model), None):
             yield fault
             break
-    yield from _option_faults(megatron)
-
-
-def _option_faults(megatron: MegatronConfig) -> Iterator[str]:
     if megatron.overlap_param_gather and not (megatron.overlap_grad_reduce and megatron.use_distributed_optimizer):
         yield (
             "--overlap-param-gather gathers what the distributed optimizer has spread, while gradients are reduced; "
@@ -186,11 +182,6 @@ def lora_faults(config: Config) -> Iterator[str]:
         yield (
             f"--lora-rank is {lora.lora_rank}, but --train-backend is {backend}, {why}; use --train-backend fsdp, or "
             "leave --lora-rank out"
-        )
-    if lora.lora_rank and config.algorithm.ref_update_interval is not None:
-        yield (
-            f"--ref-update-interval is {config.algorithm.ref_update_interval}, but with --lora-rank {lora.lora_rank} "
-            "the reference is the model without adapters, which no update changes; leave --ref-update-interval out"
         )
     if lora.lora_rank and not lora.lora_target_modules:
         yield "--lora-target-modules is empty, but adapters need a place; write all-linear, or names such as q_proj"

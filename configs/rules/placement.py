@@ -15,6 +15,10 @@ from configs.schema.notation import cure, repeated
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
+_MEET: Final = (
+    "but --dynamic-sampling-filter duplicate_prompt compares each with all before it, which must meet in one replica; "
+    "leave one of them out"
+)
 ROLES: Final = ("train", "rollout", "cpu")
 Labels = dict[str, str]
 
@@ -37,10 +41,7 @@ def scale_faults(config: Config) -> Iterator[str]:
                 f"a process; set {name}={graph.MOST_REPLICAS} or less"
             )
         elif name == "group" and count > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
-            yield (
-                f"--scale group={count} shares groups out, but --dynamic-sampling-filter duplicate_prompt compares "
-                "each with all before it, which must meet in one replica; leave one of them out"
-            )
+            yield f"--scale group={count} shares groups out, {_MEET}"
         elif name == "agents" and name not in graph.loops(config):
             yield (
                 f"--scale agents={count} scales a stage that this run does not have; add an [[environment]] or "
@@ -128,6 +129,8 @@ def device_faults(config: Config) -> Iterator[str]:
     ):
         if not _DEVICE.fullmatch(device):
             yield f"{label} is {device!r}, but must be auto, cpu, cuda or cuda:N; give for example {label} cpu"
+        elif device.startswith("cuda:") and config.run.runner == "ray":
+            yield f"{label} is {device}, but with --runner ray it is Ray that chooses the GPU; set {label} cuda"
 
 
 def scale_warnings(config: Config) -> Iterator[str]:
@@ -169,10 +172,7 @@ def autoscale_faults(config: Config) -> Iterator[str]:
         elif name == "engine" and (why := _fixed_engines(config)):
             yield f"--autoscale {text} cannot be with {why}, which fixes the number of engines; leave one of them out"
         elif name == "group" and most > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
-            yield (
-                f"--autoscale {text} would share groups out, but --dynamic-sampling-filter duplicate_prompt compares "
-                "each with all before it, which must meet in one replica; leave one of them out"
-            )
+            yield f"--autoscale {text} would share groups out, {_MEET}"
         seen.add(name)
 
 
@@ -231,12 +231,6 @@ def ray_faults(config: Config) -> Iterator[str]:
             f"--ray-address is {config.ray.ray_address}, but the controller must run on a node of the cluster; "
             "start it there with --ray-address auto, or with `ray job submit`"
         )
-    for label, device in (
-        ("--train-device", config.train.train_device),
-        ("--engine-device", config.engine.engine_device),
-    ):
-        if device.startswith("cuda:"):
-            yield f"{label} is {device}, but with --runner ray it is Ray that chooses the GPU; set {label} cuda"
     if config.asynchrony.colocate and config.sglang.rollout_num_gpus_per_engine * graph.engine_count(config) > 1:
         yield (
             "--colocate with --runner ray is for one engine on one GPU, which it shares with the trainer; lower "

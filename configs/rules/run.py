@@ -39,6 +39,12 @@ def length_faults(config: Config) -> Iterator[str]:
             f"--rollout-max-prompt-len is {prompt}, but --rollout-max-context-len {context} leaves no token for the "
             f"response; set it to at most {context - 1}"
         )
+    group, sample = rollout.group_deadline_secs, rollout.sample_deadline_secs
+    if group is not None and sample is not None and group >= sample:  # the one replaces what is slow, the other ends it
+        yield (
+            f"--group-deadline-secs is {group:g}, but must be less than --sample-deadline-secs {sample:g}, which would "
+            "end each rollout before; lower it, or leave one of them out"
+        )
     evaluation = config.eval
     if evaluation.eval_interval is not None and not evaluation.eval_prompt_data:
         yield (

@@ -58,6 +58,8 @@ _CONTRADICTIONS: Final = (
      "the first drops what the second would keep for a batch that is short"),
     ("--tools", "an [[environment]]",
      "both answer the model's turns; leave --tools out, and let the environment offer its tools"),
+    ("--ref-update-interval", "--lora-rank above 0",
+     "the reference is the model without adapters, which no update changes; leave --ref-update-interval out"),
     ("--rollout-num-gpus", "--rollout-external-engine-addrs", "no engine is started"),
     ("--colocate", "--rollout-external-engine-addrs",
      "engine and trainer take turns on their devices, but engines that run already keep theirs; leave out --colocate "
@@ -210,7 +212,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     files.data_faults, files.checkpoint_faults, files.import_path_faults,
     placement.scale_faults, placement.chain_faults, placement.autoscale_faults, placement.stage_faults,
     reward.tool_faults, reward.environment_faults, reward.custom_args_faults, placement.device_faults,
-    engine.fleet_faults, engine.router_faults, engine.update_faults, engine.deadline_faults,
+    engine.fleet_faults, engine.router_faults, engine.update_faults,
     files.preset_faults, files.model_args_faults, files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.megatron_faults, parallel.lora_faults,
     run.tracker_faults, run.debug_faults, bound_faults, contradictions,

@@ -248,13 +248,8 @@ def needs(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Need:
     counts = correction.rejects and (correction.renormalize_after_rejection or correction.rs_unit == "rollout")
     if not (normalises or counts):
         return "none"
-    # A function of the user's own may read any column.
-    theta = (
-        correction.against_current
-        or correction.loglinear
-        or (normalises and correction.custom_tis_function_path is not None)
-    )
-    return "current" if theta else "old"
+    own = normalises and correction.custom_tis_function_path is not None  # which may read any column
+    return "current" if correction.against_current or correction.loglinear or own else "old"
 
 
 def scores_old(

@@ -164,8 +164,6 @@ class StageConfig(Section, frozen=True, kw_only=True):
 
 
 FaultKind = Literal["kill", "error", "hang", "slow", "drop"]
-KINDS: Final[tuple[str, ...]] = get_args(FaultKind)
-FORM: Final = "stage:probability:kind, or stage:probability:kind:seconds"
 RANK: Final = "rank"  # of a trainer group; the train stage, which hands it its work, is `train`
 # Longer than a lease without a sign of life (30 s), and than the health checks of an engine by default (45 s).
 _SECONDS: Final = {"hang": 60.0, "slow": 1.0}
@@ -221,10 +219,10 @@ def read_fault(text: str) -> FaultSpec:
     """Raises ValueError that names the rule."""
     stage, *rest = text.split(":")
     if not stage or len(rest) not in (2, 3):
-        raise ValueError(f"must be {FORM}, such as reward:0.01:kill")
+        raise ValueError("must be stage:probability:kind, or stage:probability:kind:seconds, such as reward:0.01:kill")
     kind = next((known for known in get_args(FaultKind) if known == rest[1]), None)
     if kind is None:
-        raise ValueError(f"the kind is {rest[1]!r} and must be one of {', '.join(KINDS)}")
+        raise ValueError(f"the kind is {rest[1]!r} and must be one of {', '.join(get_args(FaultKind))}")
     probability = as_number(rest[0]) or 0.0
     if not 0 < probability <= 1:
         raise ValueError(f"the probability is {rest[0]!r} and must be a number above 0 and at most 1")

@@ -146,7 +146,7 @@ def test_options_of_recomputation_follow_from_each_other(dense: str) -> None:
     ("--lora-rank 8 --train-backend megatron", "is megatron, whose layers get no adapters; use"),
     ("--lora-rank 8 --train-backend simulated", "is simulated, which trains nothing; use"),
     ("--train-backend fsdp --lora-rank 8 --use-kl-loss --kl-loss-coef 1 --ref-update-interval 2",
-     "--ref-update-interval is 2, but with --lora-rank 8 the reference is the model without adapters"),
+     "--ref-update-interval 2 with --lora-rank 8: the reference is the model without adapters"),
     (f"{FSDP} 2 --fsdp-context-parallel-size 2 --attn-implementation eager",
      "--attn-implementation is eager, but --fsdp-context-parallel-size 2 needs attention whose mask"),
     ("--save-hf out/{stepp} --save-interval 1", "the names in braces are {step} and {rollout_id}, not {stepp}"),
