@@ -1,7 +1,7 @@
 """Training: speed and weight export of every backend: `python -m bench.train [--quick] [--size 0.6B]`.
 
 One recorded batch of rollouts, trained again and again by each backend. `share of peak` is the FLOPs that the
-mathematics needs (see bench.rigs.train_work), by time, by the speed of matrix products of the same dtype in the
+mathematics needs (see models.train.work), by time, by the speed of matrix products of the same dtype in the
 same processes; on a GPU also by the maker's figure (MFU).
 
 Without a GPU, small models; with one, --size takes the shapes of Qwen3 in bfloat16, with random weights. A backend that
@@ -29,23 +29,14 @@ import torch
 from torch import multiprocessing
 
 from bench.report import Series, arguments, finish, machine
-from bench.rigs.train_work import (
-    CONTENDERS,
-    PUBLISHED,
-    SIZES,
-    Contender,
-    Setting,
-    importable,
-    make_checkpoint,
-    quiet,
-    step_flops,
-)
+from bench.rigs.train_work import CONTENDERS, SIZES, Contender, Setting, importable, make_checkpoint, quiet
 from configs.resolve import resolve
 from configs.schema import Config
 from configs.schema.model_shapes import read_shape
 from configs.schema.train import MegatronConfig, ParallelConfig, TrainConfig
 from models.train.build import build_member
 from models.train.trainer import Trainer
+from models.train.work import published_tflops, step_flops, work_of
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -221,11 +212,10 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
         group = [one for one in chosen if one.processes == world]
         print(f"{', '.join(one.name for one in group)}: {setting.rounds} steps each", flush=True)
         found |= measure(setting, group, root, deadline_s=600.0)
-    batch = setting.batch()
-    flops, tokens = step_flops(read_shape(setting.config), batch), sum(len(one.tokens) for one in batch)
-    title = f"Qwen3 {setting.size}, {setting.device} {str(setting.dtype)[6:]}, {tokens:,} tokens a step"
-    gpu = torch.cuda.get_device_name() if setting.device == "cuda" else ""
-    published = next((value for name, value in PUBLISHED.items() if name in gpu), None)
+    work = work_of(setting.batch())
+    flops = step_flops(read_shape(setting.config), work)
+    title = f"Qwen3 {setting.size}, {setting.device} {str(setting.dtype)[6:]}, {work.sequence_tokens:,} tokens a step"
+    published = published_tflops(torch.cuda.get_device_name() if setting.device == "cuda" else "")
     processes = {one.name: one.processes for one in chosen}
     peaks: dict[int, float] = {}  # the best of all that as many processes found: other load only lowers it
     for name, one in found.items():
@@ -238,12 +228,12 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
             continue
         peak = peaks[processes[name]]
         out += [
-            Series(f"{title}: speed", name, "tokens/s", [tokens / s for s in one.step_s]),
+            Series(f"{title}: speed", name, "tokens/s", [work.sequence_tokens / s for s in one.step_s]),
             Series(f"{title}: share of peak", name, "% of matmul", [100 * flops / s / peak for s in one.step_s]),
             Series(f"{title}: weight export", name, "ms", [1e3 * s for s in one.export_s]),
         ]
         if published is not None:
-            mfu = [100 * flops / s / (published * processes[name]) for s in one.step_s]
+            mfu = [100 * flops / s / (published * 1e12 * processes[name]) for s in one.step_s]
             out.append(Series(f"{title}: MFU", name, "% of published", mfu))
             out.append(Series(f"{title}: memory", name, "GB of a GPU", [one.memory_bytes / 1e9]))
         remarks.append(f"{name}: padding {100 * one.padding_frac:.1f} % of the computed tokens")

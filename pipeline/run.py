@@ -39,7 +39,7 @@ from pipeline.facts.run_log import loop_watched, named, release, run_log, said, 
 from pipeline.graph import Placement, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
-from pipeline.hosts.machine import collect_less, interruptible, raise_file_limit
+from pipeline.hosts.machine import collect_less, gpus_used, interruptible, raise_file_limit
 from pipeline.observe.report import conclude, summarise
 from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
@@ -205,7 +205,8 @@ class Phase:
         self.start = manifest.step if manifest else 0  # the step from which this start of the run goes on
         experiment, cursor = config_hash(given) if given is not None else "", self.prompts.fingerprint
         identity = replace(ANY_RUN, run_generation=self.run_generation, config_hash=experiment, cursor=cursor)
-        self.recorder = Recorder(self.config, rundir, self.start if config.run.resume else None, identity)
+        resumed, gpus = self.start if config.run.resume else None, gpus_used(self.config)
+        self.recorder = Recorder(self.config, rundir, resumed, identity, gpus)
         self.lives = (*read_lives(rundir.episodes), self.start) if keeps_rollouts(config) else ()
         # Nobody can guess the name, so nobody can take it before the trainer does.
         name = f"{rundir.run_id}-{secrets.token_hex(8)}"

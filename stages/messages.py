@@ -113,6 +113,7 @@ class PromptGroup(Struct, frozen=True, array_like=True):
     requeued: int = 0
     temperature: float | None = None  # at which its rollouts are drawn, all their turns; None: as configured
     top_p: float | None = None
+    admitted_s: float = 0.0  # unix time
 
     @property
     def key(self) -> str:
@@ -186,7 +187,7 @@ class Sample(Struct, frozen=True, array_like=True):
     done: bool = False  # a loop stage has ended it: it gets no further turn
     loop_state: bytes = b""  # state of a loop stage for its next turn; dropped when the rollout leaves the loop
     extras: dict[str, Extra] = {}  # by name; kept as they are from stage to stage
-    metrics: dict[str, float] = {}  # of its environment, by their full name; averaged over rollouts
+    metrics: dict[str, float] = {}  # of environment and engines, by their full name; averaged over rollouts
     answer_start: int = 0  # characters of `response` before what may be the answer: calls of tools, and their results
     left: str = ""  # JSON {"metadata": {...}, "attributes": {...}}: what a function of the user's has left on it
     answer: str | None = None  # the final answer in it, as its grader read it

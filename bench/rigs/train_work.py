@@ -1,20 +1,9 @@
-"""The work of one training step: models, a batch with the spread of lengths that rollouts have, and its FLOPs.
-
-FLOPs of a step are those that the mathematics needs, forward and backward:
-
-    6 * (weights of all matrices of the layers) * (tokens)                         a prompt common to several
-    + 12 * layers * heads * head_dim * (pairs of tokens that see each other)       responses is counted once
-    + 6 * hidden * vocabulary * (tokens whose log-prob is wanted)
-
-Padding, recomputation and masked pairs are no work: they lower the share of the peak. Of experts, those that a token
-goes to. The embedding is a look-up and costs nothing.
-"""
+"""The work of one training step: models, and a batch with the spread of lengths that rollouts have."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -24,40 +13,8 @@ import torch
 
 from bench.rigs.sums import MEMBERS, Row, sequence
 from configs.help import preset_config
-from configs.schema.model_shapes import ModelShape, matrices
 from models.train.interface import TrainSequence
 
-
-def step_flops(shape: ModelShape, sequences: Sequence[TrainSequence]) -> float:
-    """Of one update on sequences by group, as responses after one prompt."""
-    tokens = pairs = 0  # model inputs, prompts once for each group; and pairs of them that see each other
-    seen: set[int] = set()
-    for one in sequences:
-        prompt, response = one.prompt_length, one.response_length - 1
-        if one.group_id not in seen:
-            seen.add(one.group_id)
-            tokens += prompt
-            pairs += prompt * (prompt + 1) // 2
-        tokens += response
-        pairs += response * prompt + response * (response + 1) // 2
-    chosen = sum(int(one.loss_mask.sum()) for one in sequences)  # tokens whose log-prob is wanted
-    layers = [matrix for layer in range(shape.layers) for matrix in matrices(shape, layer)]
-    return float(
-        6.0 * sum(matrix.active * matrix.inputs * matrix.outputs for matrix in layers) * tokens
-        + 6.0 * shape.layers * (shape.query_width + shape.value_width) * pairs
-        + 6.0 * shape.hidden * shape.vocabulary * chosen
-    )
-
-
-# Dense bfloat16 FLOP/s by the makers' data sheets, without sparsity.
-PUBLISHED: Final = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
 SIZES: Final = ("0.6B", "1.7B", "4B", "cpu", "quick")
 _SMALL: Final = {
     "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,

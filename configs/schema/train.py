@@ -65,6 +65,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """recompute activations in the backward pass"""
     logprob_chunk_tokens: Count = 4096
     """tokens whose logits (over a part of the vocabulary) exist at one time"""
+    peak_tflops: Positive | None = None
+    """peak of one GPU of the trainer, TFLOP/s, of which perf/mfu is the share; default: that of its data sheet"""
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from models.train.model_set import Counters, ModelSet
 from models.train.spec import TrainSpec, UpdateResult, batch_needs, critic_only
 from models.train.step.examples import check_sequence, example_of, rollouts_of
 from models.train.step.running_batch import OldLogProbPass, RunningBatch
+from models.train.work import PEAK, published_tflops
 
 
 class Trainer(WeightExporter):
@@ -149,6 +150,9 @@ class Trainer(WeightExporter):
             "train/sequences": float(size.sequences),
             "train/trained_tokens": float(size.tokens),
         }
+        device = self._models.device
+        if device.type == "cuda" and (peak := published_tflops(torch.cuda.get_device_name(device))) is not None:
+            metrics[PEAK] = peak
         if self._batch.finish_step():
             self._counters.batches += 1
             interval = self._spec.algorithm.ref_update_interval

@@ -31,6 +31,7 @@ from typing import Final
 from msgspec import Struct
 
 import pipeline
+from configs.plan.gpus import gpus_of
 from configs.schema import Config
 from models.disk import open_file
 from models.train.trainer_group.rank_spec import needs_trainer_group
@@ -217,6 +218,12 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
 def gpus_to_divide(config: Config) -> tuple[str, ...]:
     """GPUs of this machine that the run divides itself; none on a cluster, where each process gets its own."""
     return () if config.run.runner == "ray" else visible_gpus()
+
+
+def gpus_used(config: Config) -> int:
+    """GPUs of the whole run; 0 if it has none, or engines of others whose GPUs are not known."""
+    external, here = config.sglang.rollout_external_engine_addrs, config.run.runner == "ray" or visible_gpus()
+    return 0 if external or not here else gpus_of(config).total
 
 
 def trainers_gpu(config: Config) -> int | None:

@@ -223,7 +223,7 @@ class GroupOutcomes:
         self._rewards: list[float] = []  # of graded groups that were not trained
         self._rates: list[float] = []  # of all groups
         self._drops = Counter[str]()
-        self._ended = 0
+        self._ended = self._aborted = 0
         self._wasted = 0
 
     def settled(self, report: Settled) -> None:
@@ -235,6 +235,7 @@ class GroupOutcomes:
         if report.outcome == "trained":
             return  # its length comes with the step, which knows the groups one by one
         self._ended += 1
+        self._aborted += report.outcome in ("stale", "discarded")
         if report.reward is not None:
             figures.length(report.tokens / self._n_samples)
             self._rewards.append(report.reward)
@@ -264,6 +265,7 @@ class GroupOutcomes:
             "filter/accept_ratio": n / (n + len(self._rewards)),
             "filter/oversample_ratio": (n + self._ended) / n if n else 0.0,
             "filter/wasted_tokens": float(self._wasted),
+            "rollout/aborted_ratio": self._aborted / (n + self._ended),
         }
         reward = report.metrics.get("rollout/raw_reward")
         if reward is not None:

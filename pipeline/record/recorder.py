@@ -44,10 +44,16 @@ class Recorder:
     """Writes the records of one phase of a run. A context manager."""
 
     def __init__(
-        self, config: Config, rundir: RunDir, resume_step: int | None = None, identity: Manifest = ANY_RUN
+        self,
+        config: Config,
+        rundir: RunDir,
+        resume_step: int | None = None,
+        identity: Manifest = ANY_RUN,
+        gpus: int = 0,
     ) -> None:
-        """`identity`: what all checkpoints of this start say of the run."""
-        self.config, self.rundir, self.identity = config, rundir, identity
+        """`identity`: what all checkpoints of this start say of the run. `gpus`: of the whole run; 0: none, or not
+        known."""
+        self.config, self.rundir, self.identity, self.gpus = config, rundir, identity, gpus
         self.started = time.monotonic()
         self.began = journal.Began(time.time())
         self.effective = journal.EffectiveTime(self.began.unix_s)
@@ -165,7 +171,10 @@ class Recorder:
         outcomes = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
         self.goodput.step(report.metrics)
         metrics = {**report.metrics, **outcomes, **self._ledger_metrics(), **self._weights_metrics()}
-        metrics |= self.goodput.metrics()
+        metrics |= self.goodput.metrics() | self.view.stage_metrics()
+        metrics["perf/tokens_per_s"] = report.tokens / max(took_s, 1e-6)
+        if self.gpus:
+            metrics["perf/tokens_per_gpu_per_s"] = metrics["perf/tokens_per_s"] / self.gpus
         metrics["perf/effective_training_time"] = self.effective.share(time.time())
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
@@ -279,13 +288,14 @@ class Recorder:
         ratio = self.view.extra("train", "delta_ratio")
         if ratio > 0:
             self.delta_ratios.append(ratio)
+        # Read now: steps may be shorter than the time from one observation to the next.
+        serving = {} if self._topic is None else carrying(self._topic)
         values = {
             "perf/delta_ratio": ratio,
             "perf/publish_weights_time": self.view.extra("train", "publish_s"),
             "perf/update_weights_time": max((row.update_s or 0.0 for row in self.view.engine_rows()), default=0.0),
+            "perf/update_stall_time": max((entry.stall_s for entry in serving.values()), default=0.0),
         }
-        # Read now: steps may be shorter than the time from one observation to the next.
-        serving = {} if self._topic is None else carrying(self._topic)
         proofs = [entry.proof for entry in serving.values() if entry.proof is not None]
         found = {name: value for name, value in values.items() if value > 0}
         if proofs:

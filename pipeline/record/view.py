@@ -248,6 +248,12 @@ class RunView:
             restarts=max(self._restarts[stage], sum(replica.restarts for replica in everyone)),
         )
 
+    def stage_metrics(self) -> dict[str, float]:
+        """The shares of the table, of stages that were seen long enough, under the names of docs/metrics.md."""
+        rows = [row for row in map(self._row, self._order) if row.busy + row.starved + row.blocked + row.stalled > 0]
+        shares = ("busy", "starved", "blocked", "stalled")
+        return {f"stage/{row.stage}/{share}": getattr(row, share) for row in rows for share in shares}
+
     def _eta_s(self, now_s: float, seconds: float, steps: float) -> float | None:
         """Remaining steps at the pace of the last `steps`, which took so many seconds; counts down between steps."""
         if self.run.total_steps is None or self._steps.newest is None or not steps:

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Final
 
@@ -171,6 +172,8 @@ class _Leaving:
         if self.group.purpose == "train":
             figure = f"{LENGTH}{length_place(sum(sample.new_tokens for sample in parts))}"
             self.stage.activity.count(figure)
+            if self.group.admitted_s:  # not what an earlier version saved
+                slice_ = _timed(slice_)
         if not self._ended:
             self._tasks.create_task(self._flush())
         self._ended.append(slice_)
@@ -183,3 +186,11 @@ class _Leaving:
         rest = RolloutSlice(ended[0].group, tuple(sample for slice_ in ended for sample in slice_.samples))
         await self.stage.emit(self.ports.outlets["out"], rest)
         self.stage.activity.items_out += 1
+
+
+def _timed(slice_: RolloutSlice) -> RolloutSlice:
+    """The rollout with the time since its admission."""
+    *others, last = slice_.samples
+    took_s = time.time() - slice_.group.admitted_s
+    last = msgspec.structs.replace(last, metrics={**last.metrics, "rollout/e2e_time": took_s})
+    return RolloutSlice(slice_.group, (*others, last))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -200,7 +201,7 @@ class PromptStage(Stage):
         prompt = self.prompts.get(index)
         n_samples = 1 if self.supervised else self.config.rollout.n_samples_per_prompt
         fresh = prompt.group(group.group_id, index, n_samples, sampling_seed(self.config.run.seed, group.group_id))
-        drawn = msgspec.structs.asdict(self.sampling)
+        drawn = msgspec.structs.asdict(self.sampling) | {"admitted_s": time.time()}
         message = msgspec.structs.replace(fresh, epoch=epoch, requeued=group.requeued, **drawn)
         self.activity.items_out += 1
         sent: PromptGroup | RolloutSlice = message

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
@@ -146,6 +146,7 @@ class SampleResult(Struct, frozen=True):
     spec_accepted: int = 0
     routed_experts: bytes = b""  # of all tokens but the last, starting with the context
     spent_s: float = 0.0  # seconds that engines worked on it
+    figures: dict[str, float] = {}  # of the engines, see `summed`
 
 
 class Chunk(Struct, frozen=True):
@@ -184,6 +185,14 @@ class Sent(Struct, frozen=True):
 
 
 UNCHECKED: Final = Sent()
+FIRST_TOKEN: Final = "rollout/time_to_first_token"
+QUEUED: Final = "rollout/queue_time"
+PREFILL: Final = "rollout/prefill_tokens"
+
+
+def summed(had: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """The figures of all requests of a rollout: sums, but of the time to the first token that of the first request."""
+    return {**more, **had} | {name: had[name] + n for name, n in more.items() if name in had and name != FIRST_TOKEN}
 
 
 def extended(
@@ -214,6 +223,7 @@ def _appended(
     meta, ids = output.meta_info, output.output_ids
     named = request.policy == POLICY  # frozen weights carry the name of their checkpoint, not a label
     spent_s += had.spent_s
+    measured = {FIRST_TOKEN: meta.first_token_latency, QUEUED: meta.queue_time, PREFILL: meta.prompt_tokens}
     try:
         if sent.limits is not None:
             sent.limits.check(output)
@@ -238,6 +248,7 @@ def _appended(
         spec_accepted=had.spec_accepted + (meta.spec_num_correct_drafts or 0),
         routed_experts=experts,
         spent_s=spent_s,
+        figures=summed(had.figures, {name: value for name, value in measured.items() if value is not None}),
     )
 
 

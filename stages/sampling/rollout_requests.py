@@ -21,7 +21,7 @@ from models.engines.protocol import SamplingParams
 from stages.messages import NO_IDS, Extra, PromptGroup, Sample, Status
 from stages.rollouts import new_sample, with_tokens
 from stages.sampling.engine_choice import FIRST_COME
-from stages.sampling.requests import Finish, SampleRequest, SampleResult
+from stages.sampling.requests import Finish, SampleRequest, SampleResult, summed
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import sampling
 
@@ -154,6 +154,7 @@ def append_result(sample: Sample, result: SampleResult) -> Sample:
         generate_s=sample.generate_s + result.spent_s,
         **counts,
         extras=_with_experts(sample.extras, result.routed_experts),
+        metrics=summed(sample.metrics, result.figures),
     )
 
 

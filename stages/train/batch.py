@@ -12,7 +12,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from models.errors import InconsistentGroup, InsufficientMembers
 from models.import_path import has_args, import_path, raised
 from models.slime_arguments import slime_arguments
 from models.train.interface import TrainSequence
+from models.train.trainer_group.rank_spec import processes_of
+from models.train.work import PEAK, Work, checkpoint_shape, speed, work_of
 from stages.base import Spans
 from stages.errors import UntrainableGroup
 from stages.messages import RolloutSlice, Sample, UInt8Array, wire
@@ -236,6 +238,7 @@ class Batch:
         self.staleness: Counter[int] = Counter()  # trained tokens by age
         self.trained_tokens = 0
         self.compute_s = 0.0
+        self.work: list[Work] = []  # by group
         self.pending = 0  # groups since the backend last ran all of its own through
         members = 1 if config.train.loss_type == "sft_loss" else config.rollout.n_samples_per_prompt
         self.expected_rollouts = config.rollout.rollout_batch_size * members
@@ -244,6 +247,7 @@ class Batch:
         """Take a group; `sequences` are kept until they are handed to the backend. `masked`: its stale tokens."""
         self.slices.append(slice_)
         self.sequences[slice_.group.group_id] = sequences
+        self.work.append(work_of(sequences))
         if values_are_advantages(self.config):
             self.advantages[slice_.group.group_id] = [
                 float(one.advantages[one.loss_mask > 0][:1].sum()) for one in sequences
@@ -284,6 +288,15 @@ class Batch:
         """Rollout-side metrics, under the names of docs/metrics.md."""
         metrics = batch_metrics(self.config, self.step, self.slices, self.staleness)
         return metrics | ({MASKED: float(self.masked_tokens)} if self.masked_tokens else {})
+
+    def speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """How fast it was trained. `metrics`: of the backend, which knows its GPU."""
+        train = self.config.train
+        if train.train_backend == "simulated":
+            return {}
+        gpu_s = self.compute_s * processes_of(self.config.parallel)
+        peak = train.peak_tflops or metrics.get(PEAK)
+        return speed(checkpoint_shape(train.hf_checkpoint), self.work, gpu_s, peak)
 
 
 class BatchLog:

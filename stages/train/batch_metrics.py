@@ -17,6 +17,7 @@ from stages.evaluate import estimates
 from stages.group.filters import zero_std
 from stages.messages import RolloutSlice, Sample
 from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, rollout_return, rollouts, trained_masks
+from stages.sampling.requests import PREFILL
 
 Rollout = tuple[Sample, ...]
 Metrics = dict[str, float]  # by name
@@ -42,7 +43,7 @@ def batch_metrics(config: Config, step: int, slices: Sequence[RolloutSlice], sta
     if proposed:
         metrics["rollout/spec_accept_rate"] = sum(s.spec_accepted for parts in members for s in parts) / proposed
     if config.train.loss_type != "sft_loss":
-        metrics |= _group_metrics(slices)
+        metrics |= _group_metrics(slices) | _engine_metrics(members)
     return metrics
 
 
@@ -72,6 +73,17 @@ def _length_metrics(members: Sequence[Rollout]) -> Metrics:
     found = {"response_len": lengths, "effective_response_len": trained}
     spread: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median, "max": np.max, "min": np.min}
     return {f"rollout/{name}/{key}": float(of(n)) for name, n in found.items() for key, of in spread.items()}
+
+
+def _engine_metrics(members: Sequence[Rollout]) -> Metrics:
+    samples = [sample for parts in members for sample in parts]
+    masks = [mask for parts in members for mask in trained_masks(parts)]
+    trained = int(sum(map(np.count_nonzero, masks)))
+    read = sum(sample.metrics.get(PREFILL, 0.0) for sample in samples)
+    cached = sum(sample.cached_tokens for sample in samples if PREFILL in sample.metrics)
+    total = sum(float(sample.log_probs @ mask) for sample, mask in zip(samples, masks, strict=True))
+    metrics = {"rollout/prefix_cache_hit_rate": cached / read} if read else {}
+    return metrics | ({"rollout/rollout_log_probs": total / trained} if trained else {})
 
 
 def _staleness_metrics(step: int, members: Sequence[Rollout], staleness: Mapping[int, int], updates: int) -> Metrics:

@@ -143,6 +143,7 @@ class Recovery:
         self._state_bytes = STATE_FACTOR * sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
         self._cost_s = self._state_bytes / DISK_BYTES_PER_S  # of the newest save
         self._impossible = False  # no further recovery points
+        self.metrics: dict[str, float] = {}  # of the newest save
         self._given_up = False  # no batches either
 
     def clear(self) -> None:
@@ -181,7 +182,7 @@ class Recovery:
 
     def saved(self, took_s: float) -> None:
         """A checkpoint was saved: the interval to the next recovery point begins here."""
-        self._since, self._cost_s = self._clock(), took_s
+        self._since, self._cost_s, self.metrics = self._clock(), took_s, {"perf/save_time": took_s}
 
     def due(self) -> bool:
         """Whether a recovery point is worth its time now, and fits on the disk."""

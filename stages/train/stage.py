@@ -172,8 +172,8 @@ class TrainStage(Stage):
             await self._enter(batch, lease)
         await self.turn.acquire()
         metrics = await self._stepped(batch)
-        metrics["perf/wait_time"] = waited_s
-        metrics["perf/train_time"] = batch.compute_s
+        metrics |= {"perf/wait_time": waited_s, "perf/train_time": batch.compute_s}
+        metrics |= batch.speed(metrics) | self.recovery.metrics
         await self._finish(ports, batch, metrics, started_s)
         return True
 

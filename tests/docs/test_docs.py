@@ -51,7 +51,7 @@ WRONG = {
     *RULES,
 }
 
-GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis")
+GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis", "stage")
 NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix
 
 

@@ -43,13 +43,37 @@ def own_log_probs(model: Path, sample: Sample) -> np.ndarray:
     return by_one(model, ids[:begin], ids[begin:]).numpy()
 
 
+def check_speed(rows: list[dict[str, float]]) -> None:
+    """What a run measures of its own speed is in the rows."""
+    measured = {name for row in rows for name in row}
+    assert SPEED - measured == set()
+    steps = [row for row in rows if "perf/mfu" in row]
+    assert len(steps) == 4
+    for row in steps:
+        assert row["perf/mfu"] == pytest.approx(row["perf/train_tflops_per_gpu"] / 0.5)
+        assert 0 < row["perf/train_tflops_per_gpu"] < 1
+        assert 0 <= row["rollout/queue_time"] <= row["rollout/e2e_time"] < row["wall_s"] + 60
+        assert 0 < row["rollout/time_to_first_token"] < row["rollout/e2e_time"]
+        assert 0 <= row["rollout/prefix_cache_hit_rate"] < 1
+        assert row["rollout/prefill_tokens"] >= 4, "such as 7+8="
+        assert row["rollout/rollout_log_probs"] < 0
+        assert row["rollout/aborted_ratio"] == 0
+    assert "perf/tokens_per_gpu_per_s" not in measured, "there is no GPU"
+
+
+SPEED = {
+    *(f"perf/{name}" for name in ("tokens_per_s", "train_tokens_per_gpu_per_s", "save_time", "update_stall_time")),
+    *(f"stage/{stage}/{state}" for stage in ("train", "generate") for state in ("busy", "starved", "blocked")),
+}
+
+
 @pytest.mark.slow
 def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run_dir = tmp_path / "run"
     flags = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2", "--use-tensorboard", "--use-plot"]
-    flags += ["--save-interval", "2", "--save-hf", str(tmp_path / "out" / "{step}")]
+    flags += ["--save-interval", "2", "--save-hf", str(tmp_path / "out" / "{step}"), "--peak-tflops", "0.5"]
     done = succeed(run_dir, *SMALL, *flags)
     summary = done.summary
     assert summary["mode"] == "async"
@@ -62,6 +86,7 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     proven = [r["train/policy_proof_max_diff"] for r in rows if "train/policy_proof_max_diff" in r]
     assert len(proven) >= 3
     assert max(proven) < 1e-5
+    check_speed(rows)
     evaluated = [r for r in rows if "eval/held" in r]
     assert [int(r["eval/version"]) for r in evaluated] == [0, 2, 4]
     assert all(r["eval/complete"] == 1 and r["eval/held-mixed_versions"] == 0 for r in evaluated)

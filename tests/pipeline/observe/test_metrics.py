@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -365,6 +366,26 @@ async def test_the_recorder_writes_what_the_tally_counts(recorder: Recorder) -> 
     assert {outcome: line["groups"] for outcome, line in report.items()} == {"filtered": 1, "trained": 1}
 
 
+async def test_the_speed_of_a_step_is_also_told_by_gpu(rundir: RunDir) -> None:
+    with Recorder(make_config(), rundir, gpus=4) as recorder:
+        recorder.view.stage(StageStats(stage="train", replica="train-0", unix_s=10.0, busy_s=1.0, starved_s=9.0))
+        recorder.view.stage(StageStats(stage="train", replica="train-0", unix_s=20.0, busy_s=9.0, starved_s=11.0))
+        recorder.settled([(0, Settled(0, "stale", tokens=7)), (0, filtered(1, "zero_std_1", tokens=7, reward=1.0))])
+        recorder.training_started = recorder.last_step_s = time.monotonic() - 2.0
+        await recorder.step(step(1, 1, 2))
+    row = json.loads(recorder.rundir.metrics.read_text())
+    assert row["perf/tokens_per_s"] == pytest.approx(row["trained_tokens"] / 2, rel=0.05)
+    assert row["perf/tokens_per_gpu_per_s"] == row["perf/tokens_per_s"] / 4
+    assert row["rollout/aborted_ratio"] == 0.25, "one of two that were trained and two that were not"
+    shares = {name: value for name, value in row.items() if name.startswith("stage/")}
+    assert shares == {
+        "stage/train/busy": pytest.approx(0.8),
+        "stage/train/starved": pytest.approx(0.2),
+        "stage/train/blocked": 0.0,
+        "stage/train/stalled": 0.0,
+    }
+
+
 async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder) -> None:
     await recorder.step(step(1, 1))
     extra = {"delta_ratio": 12.5, "publish_s": 0.5}
@@ -374,6 +395,7 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
         topic.publish("stats/train-0", msgspec.msgpack.encode(stats))
         for i, update_s in enumerate((0.25, 0.75)):
             entry = EngineEntry(f"engine-{i}", "", 0, state="serving", run_generation=0, version=1, update_s=update_s)
+            entry = msgspec.structs.replace(entry, stall_s=update_s / 2)
             entry = msgspec.structs.replace(entry, proof=PolicyDifference(0.02 * i, 0.01 - 0.01 * i, 0.005))
             topic.publish(f"directory/engine-{i}", msgspec.msgpack.encode(entry))
         for i in range(3):
@@ -394,6 +416,7 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
     first, second = map(json.loads, recorder.rundir.metrics.read_text().splitlines())
     names = ("perf/delta_ratio", "perf/publish_weights_time", "perf/update_weights_time")
     assert [second[name] for name in names] == [12.5, 0.5, 0.75]
+    assert second["perf/update_stall_time"] == 0.375
     proof = ("train/policy_proof_max_diff", "train/policy_proof_mean_diff", "train/policy_proof_time")
     assert [second[name] for name in proof] == [0.03, 0.01, 0.005], "of the worst engine, at the step"
     assert first.keys().isdisjoint(proof)
