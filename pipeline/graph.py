@@ -244,7 +244,8 @@ class Placement:
 
     def _guarded(self, spec: EngineSpec) -> EngineSpec:
         """With the token that requests must carry: the run's token, or that of external engines."""
-        return msgspec.structs.replace(spec, token=self.external_token if spec.external else self.run_token())
+        token = self.external_token if spec.external else self.run_token()
+        return msgspec.structs.replace(spec, token=token, log_level=self.config.observe.log_level)
 
     def _disturbed(self, spec: EngineSpec) -> EngineSpec:
         return msgspec.structs.replace(spec, faults=self.faults("engine", spec.name))

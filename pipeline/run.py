@@ -74,7 +74,7 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
     try:
         with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
-                with run_log(rundir.path), viewed(rundir.path, config.observe.view):
+                with run_log(rundir.path, level=config.observe.log_level), viewed(rundir.path, config.observe.view):
                     said(f"starts: pid {os.getpid()} on {socket.gethostname()}, sluice {release()}")
                     with named("functions, environments and options are checked; ended by a limit of 120 s for each"):
                         refuse(config)  # now, not after a warm start

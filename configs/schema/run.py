@@ -128,6 +128,8 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     """write a Perfetto trace of the stage spans of each sample"""
     log_interval: Count = 10
     """print a line every this many rollout batches"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least level of what processes write into logs/, and the controller into run.log beside what the terminal says"""
     custom_rollout_log_function_path: str | None = None
     """function called with each rollout batch, with slime's interface: (rollout_id, args, samples,
     rollout_extra_metrics, rollout_time)"""

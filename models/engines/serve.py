@@ -203,6 +203,7 @@ def _arguments(argv: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
     parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
+    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
     parser.add_argument("--fault-plan", dest="faults", metavar="JSON", help="faults on purpose, FaultPlan as JSON")
     parser.add_argument("--stream-interval", type=int, default=0, help="tokens of a chunk; 0: only at a response's end")
@@ -218,9 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.setswitchinterval(_SWITCH_S)
     # Small models on a CPU gain nothing from more threads, and lose much when other processes want the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = _arguments(argv)
+    level = options.pop("log_level").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        options = _arguments(argv)
         engine, ready_file = options.pop("engine"), options.pop("ready_file")
         options["config"] = msgspec.json.decode(options["config"], type=EngineConfig)
         options["faults"] = options["faults"] and msgspec.json.decode(options["faults"], type=FaultPlan)

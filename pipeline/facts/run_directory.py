@@ -248,6 +248,7 @@ class EngineSpec(Struct, frozen=True):
     token: TokenFile | None = None
     fetcher: str = ""
     taken_over: bool = False
+    log_level: str = "info"
 
     @property
     def kind(self) -> Kind:

@@ -119,12 +119,15 @@ def _place(frame: FrameType) -> str:
 
 
 @contextlib.contextmanager
-def run_log(directory: Path, process: str = "controller") -> Iterator[None]:
-    """Keeps what is said during the block, with warnings of libraries, which also go to the error output."""
+def run_log(directory: Path, process: str = "controller", level: str = "info") -> Iterator[None]:
+    """Keeps what is said during the block, with warnings of libraries, which also go to the error output. `level`:
+    debug keeps all records, error leaves warnings out."""
     log, errors, root = _Log(directory / RUN_LOG, "a", MOST_BYTES, 1, delay=True), logging.StreamHandler(), _said.root
     log.setFormatter(logging.Formatter(LINE.format(process), "%Y-%m-%d %H:%M:%S"))
     errors.setLevel(logging.WARNING)
     handlers: tuple[logging.Handler, ...] = (log,) if root.handlers else (log, errors)
+    before = root.level
+    root.setLevel(logging.WARNING if level == "info" else level.upper())  # what the terminal says is info already
     for handler in handlers:
         root.addHandler(handler)
     try:
@@ -133,6 +136,7 @@ def run_log(directory: Path, process: str = "controller") -> Iterator[None]:
         said(f"ends: {type(error).__name__}: {error}")
         raise
     finally:
+        root.setLevel(before)
         for handler in handlers:
             root.removeHandler(handler)
         with contextlib.suppress(OSError):  # what a full disk did not take

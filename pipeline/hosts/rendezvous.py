@@ -136,9 +136,11 @@ def retire_key(name: str) -> str:
 
 
 async def read(topic: TopicClient, name: str, kind: type[T]) -> tuple[T, Config]:
-    """What a process of that name is to be, and the configuration."""
+    """What a process of that name is to be, and the configuration, by which it logs from now on."""
     spec = msgspec.msgpack.decode(await wait_value(topic, spec_key(name)), type=kind)
-    return spec, msgspec.msgpack.decode(await wait_value(topic, CONFIG), type=Config)
+    config = msgspec.msgpack.decode(await wait_value(topic, CONFIG), type=Config)
+    logging.getLogger().setLevel(config.observe.log_level.upper())
+    return spec, config
 
 
 HOST_KEY: Final = "host"

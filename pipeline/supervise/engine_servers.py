@@ -168,6 +168,7 @@ class EmbeddedOrSimulatedServer(EngineProcess):
             *("--config", msgspec.json.encode(spec.config).decode()),
             *("--seed", str(spec.seed)),
             *("--token-file", self.token.path),
+            *("--log-level", spec.log_level),
         ]
         if spec.max_context:
             argv += ["--max-context-len", str(spec.max_context)]

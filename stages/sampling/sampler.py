@@ -234,6 +234,7 @@ class Sampler:
         request, progress = attempt.request, attempt.call.progress
         trained, chunked = request.policy == POLICY, attempt.call.tell is not None
         prompt = np.asarray(request.token_ids[: request.prompt_length or None], dtype=np.int32).tobytes()
+        log.debug("%s: %d samples continue %d tokens", wire.rid, wire.samples, len(request.token_ids))
         need = RouteRequest(
             key=request.session,
             prompt=prompt or request.text.encode(),

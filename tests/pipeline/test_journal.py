@@ -452,6 +452,31 @@ def test_the_log_of_a_run_goes_on_over_starts_and_keeps_warnings_and_the_end(
     assert (tmp_path / "run.log").read_text().endswith("line 99\n")
 
 
+@pytest.mark.parametrize(
+    ("level", "kept", "shown"),
+    [
+        ("debug", ["step", "fine", "notes", "careful"], ["careful"]),
+        ("info", ["step", "careful"], ["careful"]),
+        ("warning", ["step", "careful"], ["careful"]),
+        ("error", ["step"], []),
+    ],
+)
+def test_the_level_decides_what_loggers_add_and_never_what_the_run_says(
+    tmp_path: Path, level: str, kept: list[str], shown: list[str]
+) -> None:
+    """In a process of its own: pytest has handlers."""
+    program = (
+        "import logging, sys\nfrom pathlib import Path\nfrom pipeline.facts.run_log import run_log, said\n"
+        "log = logging.getLogger('some.library')\n"
+        "with run_log(Path(sys.argv[1]), level=sys.argv[2]):\n"
+        "    said('step'); log.debug('fine'); log.info('notes'); log.warning('careful')\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), level]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert [line.split(": ")[1] for line in (tmp_path / "run.log").read_text().splitlines()] == kept
+    assert done.stderr.split() == shown
+
+
 @pytest.mark.parametrize("place", ["/dev/full", "/proc/none/run.log"])
 def test_a_log_without_room_ends_nothing(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.log").symlink_to(place)

@@ -43,6 +43,20 @@ def own_log_probs(model: Path, sample: Sample) -> np.ndarray:
     return by_one(model, ids[:begin], ids[begin:]).numpy()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "lines"), [("debug", {"DEBUG", "INFO"}), ("error", set())])
+def test_all_processes_log_from_the_level_of_the_run_on(tmp_path: Path, level: str, lines: set[str]) -> None:
+    succeed(tmp_path / "run", *SMALL, *SIMULATED, "--log-level", level)
+    found: dict[str, set[str]] = {}
+    for path in (tmp_path / "run" / "logs").iterdir():
+        text = re.sub(r"^.* INFO root: \S+ starts: .*$", "", path.read_text(), flags=re.MULTILINE)
+        found[path.stem] = set(re.findall(r"^\S+ \S+,\d+ (DEBUG|INFO|WARNING) ", text, re.MULTILINE))
+    assert {"engine-0", "generate-0", "train-0"} <= found.keys()
+    assert set.union(*found.values()) == lines, found
+    assert ("DEBUG" in found["generate-0"]) is (level == "debug")
+    assert bool(found["engine-0"]) is (level == "debug")
+
+
 def check_speed(rows: list[dict[str, float]]) -> None:
     """What a run measures of its own speed is in the rows."""
     measured = {name for row in rows for name in row}

@@ -143,6 +143,7 @@ def server_launch(
         given.give("context-length", max_context)
     given.give("max-running-requests", config.engine.engine_slots)
     given.offer("enable-metrics")
+    given.offer("log-level", config.observe.log_level)
     given.offer("log-level-http", "warning")  # a line for each request would bury what matters
     if config.health.stream_interval > 0:
         given.offer("stream-interval", config.health.stream_interval)
@@ -269,7 +270,8 @@ def router_launch(
     timeout_s = math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S
     given.give("request-timeout-secs", timeout_s)
     given.offer("worker-startup-check-interval", 1)
-    given.offer("log-level", "warn")
+    level = config.observe.log_level
+    given.offer("log-level", level if level in ("debug", "error") else "warn")
     _health(given, config)
     # What smg has beyond sglang-router, and would do to a paused engine: take its silence for a stall.
     given.offer("disable-load-monitoring")

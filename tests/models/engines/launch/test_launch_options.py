@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 
 from configs.schema import Config, EngineConfig, HealthConfig, RouterConfig, RunConfig, SglangConfig, ToolsConfig
 from configs.schema.rollout import AsyncConfig, RolloutConfig
+from configs.schema.run import ObserveConfig
 from models.engines.launch.command import Launch, router_launch, server_launch
 from models.engines.launch.environment import Installed, probe
 from models.engines.launch.options import ROUTER_RESERVED, SERVER_RESERVED, rendered, router_faults, server_faults
@@ -192,6 +194,23 @@ def test_options_follow_from_flags(
     given = values(server(config, cpu if on == "cpu" else gpu))
     assert set(present.split()) <= given.keys()
     assert not set(absent.split()) & given.keys()
+
+
+@pytest.mark.parametrize(
+    ("level", "of_server", "of_router"),
+    [
+        ("debug", "debug", "debug"),
+        ("info", "info", "warn"),
+        ("warning", "warning", "warn"),
+        ("error", "error", "error"),
+    ],
+)
+def test_servers_of_others_log_at_the_level_of_the_run(
+    cpu: Installed, level: str, of_server: str, of_router: str
+) -> None:
+    config = replace(SGLANG, observe=msgspec.convert({"log_level": level}, ObserveConfig))
+    assert values(server(config, cpu))["log-level"] == of_server
+    assert values(router_launch(config, cpu, port=1, metrics_port=2))["log-level"] == of_router
 
 
 def test_an_option_that_this_version_lacks_is_not_given(cpu: Installed) -> None:
