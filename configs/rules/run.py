@@ -143,6 +143,7 @@ def debug_faults(config: Config) -> Iterator[str]:
     debug = config.debug
     loaded = debug.load_debug_rollout_data
     yield from _injection_faults(config)
+    yield from _profile_faults(config)
     if debug.debug_rollout_only and (debug.debug_train_only or loaded is not None):
         other = "--debug-train-only" if loaded is None else "--load-debug-rollout-data"
         yield f"--debug-rollout-only generates and {other} does not; leave one of them out"
@@ -161,6 +162,21 @@ def debug_faults(config: Config) -> Iterator[str]:
             "--resume with --load-debug-rollout-data: batches would be cut differently; start the run again, which "
             "generates nothing"
         )
+
+
+def _profile_faults(config: Config) -> Iterator[str]:
+    """What of the trainer cannot be profiled."""
+    debug, train, planned = config.debug, config.train, config.rollout.num_rollout
+    first, end = debug.profile_step_start, debug.profile_step_end
+    if train.train_backend == "simulated" and (debug.use_pytorch_profiler or debug.record_memory_history):
+        flag = "--use-pytorch-profiler" if debug.use_pytorch_profiler else "--record-memory-history"
+        yield f"{flag} with --train-backend simulated: it computes nothing; leave one of them out"
+    elif debug.record_memory_history and train.train_device == "cpu":
+        yield "--record-memory-history is of a GPU's memory, and --train-device is cpu; leave one of them out"
+    if debug.use_pytorch_profiler and first >= end:
+        yield f"--profile-step-start is {first} and must be below --profile-step-end {end}; lower it, or raise the end"
+    elif debug.use_pytorch_profiler and planned is not None and end > planned:
+        yield f"--profile-step-end is {end}, but the run has {planned} rollout batches; set it to at most {planned}"
 
 
 def _injection_faults(config: Config) -> Iterator[str]:

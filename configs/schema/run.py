@@ -185,6 +185,18 @@ class DebugConfig(Section, frozen=True, kw_only=True):
     """refuse a run that would start engines: needs --load-debug-rollout-data or --loss-type sft_loss"""
     debug_rollout_only: bool = False
     """generate and grade, but train nothing: every version has the weights of the start"""
+    use_pytorch_profiler: bool = False
+    """profile the trainer with torch's profiler: a trace of each rank in RUN/profile/"""
+    profile_step_start: Annotated[Natural, ReadBy("--use-pytorch-profiler")] = 10
+    """first rollout batch of the profile, from 0"""
+    profile_step_end: Annotated[Count, ReadBy("--use-pytorch-profiler")] = 12
+    """rollout batch before which the profile ends"""
+    record_memory_history: bool = False
+    """record allocations of the trainer's GPU memory: a snapshot of each rank in RUN/profile/"""
+    memory_snapshot_num_steps: Annotated[Count, ReadBy("--record-memory-history")] = 2
+    """rollout batches after which the snapshot is written and recording ends; also written where memory runs out"""
+    memory_snapshot_path: Annotated[str, ReadBy("--record-memory-history")] = "snapshot.pickle"
+    """end of the snapshot's file name, behind rank-N-"""
     fault_inject: tuple[str, ...] = ()
     """disturb a stage, engine or rank on purpose, as stage:probability:kind, e.g. reward:0.01:kill; kinds: kill, error,
     hang, slow, for engine also drop; repeatable"""

@@ -110,15 +110,18 @@ def set_cuda_defaults(config: Config) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def build_backend(config: Config, total_batches: int) -> TrainBackend:
-    """The configured backend for one process alone, not yet set up. `total_batches`: rollout batches of the run."""
+def build_backend(config: Config, total_batches: int, run_dir: Path | None = None) -> TrainBackend:
+    """The configured backend for one process alone, not yet set up. `total_batches`: rollout batches of the run;
+    `run_dir`: where profiles of it go."""
     if config.train.train_backend == "simulated":
         return SimulatedBackend(config.train, steps=config.train.num_steps_per_rollout or 1)
     set_cuda_defaults(config)
-    return build_member(config, total_batches)
+    return build_member(config, total_batches, None, run_dir)
 
 
-def build_member(config: Config, total_batches: int, dp_group: DpGroup | None = None) -> Trainer:
+def build_member(
+    config: Config, total_batches: int, dp_group: DpGroup | None = None, run_dir: Path | None = None
+) -> Trainer:
     """The trainer of one process, alone or of a trainer group. `dp_group`: of plain copies (torch); sharded frameworks
     make their own."""
     import torch
@@ -126,21 +129,23 @@ def build_member(config: Config, total_batches: int, dp_group: DpGroup | None = 
     # cuDNN's attention plans for a second whenever a length is new, and lengths are seldom the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
+    from models.train.profiling import FOLDER, Profiler
     from models.train.spec import train_spec
     from models.train.trainer import Trainer
 
     torch.manual_seed(config.run.seed)  # for what a loss of the user's draws; also in the state that is saved
     spec, async_save = train_spec(config, total_batches), config.checkpoint.async_save
+    profiler = None if run_dir is None else Profiler(config.debug, run_dir / FOLDER)
     match config.train.train_backend:
         case "fsdp":
             from models.train.huggingface.sharded_models import FsdpModels
 
-            return Trainer(spec, partial(FsdpModels, async_save=async_save))
+            return Trainer(spec, partial(FsdpModels, async_save=async_save), profiler)
         case "megatron":
             from models.train.megatron.models import MegatronModels
 
-            return Trainer(spec, partial(MegatronModels, async_save=async_save))
+            return Trainer(spec, partial(MegatronModels, async_save=async_save), profiler)
         case _:
             from models.train.huggingface.whole_models import TorchModels
 
-            return Trainer(spec, partial(TorchModels, dp_group=dp_group))
+            return Trainer(spec, partial(TorchModels, dp_group=dp_group), profiler)

@@ -29,6 +29,7 @@ from models.train.device_memory import DeviceMemory
 from models.train.huggingface.whole_models import TorchModels
 from models.train.interface import TrainSequence, WeightExporter
 from models.train.model_set import Counters, ModelSet
+from models.train.profiling import Profiler
 from models.train.spec import TrainSpec, UpdateResult, batch_needs, critic_only
 from models.train.step.examples import check_sequence, example_of, rollouts_of
 from models.train.step.running_batch import OldLogProbPass, RunningBatch
@@ -38,9 +39,11 @@ from models.train.work import PEAK, published_tflops
 class Trainer(WeightExporter):
     """`TrainBackend` on any framework."""
 
-    def __init__(self, spec: TrainSpec, models: Callable[[TrainSpec], ModelSet] = TorchModels) -> None:
+    def __init__(
+        self, spec: TrainSpec, models: Callable[[TrainSpec], ModelSet] = TorchModels, profiler: Profiler | None = None
+    ) -> None:
         """`models`: loads all models of the configuration. Raises `UnknownAlgorithm`."""
-        self._spec = spec
+        self._spec, self._profiler = spec, profiler
         self._make_models = models
         self._counters = Counters()
         self._steps_per_batch = 1
@@ -55,6 +58,8 @@ class Trainer(WeightExporter):
 
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
+        if self._profiler is not None:
+            self._profiler.setup()
         self._models = self._make_models(self._spec)
         self._memory = DeviceMemory()
         self._begin()
@@ -92,6 +97,8 @@ class Trainer(WeightExporter):
             )
         self._steps_per_batch, self._expected = steps, rollouts
         self._version, self._lr_scale = version, lr_scale
+        if self._profiler is not None:
+            self._profiler.begin(self._counters.batches)
         self._begin()
 
     def _begin(self) -> None:
@@ -158,6 +165,8 @@ class Trainer(WeightExporter):
             interval = self._spec.algorithm.ref_update_interval
             if interval and self._counters.batches % interval == 0:
                 self._models.renew_reference()
+            if self._profiler is not None:
+                self._profiler.end(self._counters.batches)
             self._begin()
         return metrics
 

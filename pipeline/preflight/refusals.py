@@ -312,6 +312,8 @@ def check_devices(config: Config) -> None:
     for flag, device in devices.items() if not others else ():
         if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= (found := len(visible_gpus())):
             raise UsageError(f"{flag} is {device}, but a run has {found} GPUs on this machine; set {flag} auto or cpu")
+    if config.debug.record_memory_history and not others and not visible_gpus():
+        raise UsageError("--record-memory-history is of a GPU's memory, and this machine has no GPU; leave it out")
 
 
 _ALWAYS: Final[Sequence[Check]] = (check_devices, check_names, check_trainer, check_environments, prepare_sglang)

@@ -140,6 +140,7 @@ class Ranks:
             address=f"trainer-group-{incarnation}.sock",
             # Each incarnation counts its calls from 1, and draws again.
             faults=self._placement.faults(RANK, f"{name}/{incarnation}"),
+            run_dir=str(self._placement.rundir.path.absolute()),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         process = self._entry.process(name)

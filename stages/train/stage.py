@@ -95,7 +95,7 @@ class TrainStage(Stage):
             return TrainerGroupBackend(partial(read_value, topic, MEETING, Rendezvous), self.options.incarnation)
         from models.train.build import build_backend
 
-        return build_backend(self.config, self.schedule.total)
+        return build_backend(self.config, self.schedule.total, self.context.run_dir)
 
     async def close(self) -> None:
         if hasattr(self, "backend"):

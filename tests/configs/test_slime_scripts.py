@@ -145,6 +145,10 @@ def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
     ("--dump-details /d", ["--save-debug-rollout-data", "/d/rollout_data/{rollout_id}.msgpack",
                            "--save-debug-train-data", "/d/train_data/{rollout_id}.parquet"]),
     ("--start-rollout-id 0 --lr 1", ["--lr", "1"]),
+    ("--use-pytorch-profiler --profile-step-start 2 --profile-target train_overall --tensorboard-dir /t",
+     ["--use-pytorch-profiler", "--profile-step-start", "2", "--tensorboard-dir", "/t"]),
+    ("--record-memory-history --memory-recorder torch --memory-snapshot-dir /s --memory-snapshot-num-steps 3",
+     ["--record-memory-history", "--memory-snapshot-num-steps", "3"]),
     ("--num-layers 36 --swiglu", ["model.model_args.num-layers=36", "model.model_args.swiglu=true"]),
     ("--optimizer adam run.seed=3", ["run.seed=3"]),
     ("--use-flash-attn --use-mlflow", ["--megatron-attention-backend", "flash", "--report-to", "mlflow"]),
@@ -163,6 +167,7 @@ def test_what_an_option_becomes(argv: str, wanted: list[str]) -> None:
     ("--disable-compute-advantages-and-returns", "a policy loss needs advantages; it is for --loss-type sft_loss"),
     ("--sglang-router-ip 10.0.0.1", "give --sglang-router-ip and --sglang-router-port"),
     ("--dump-details", "--dump-details is no flag: it takes one directory"),
+    ("--profile-target train_actor", "a profile has all that the trainer does, so train_actor cannot be had"),
     ("--update-weight-mode some", "versions are sent in full, or as differences"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused_once_for_each_reason(argv: str, fault: str) -> None:

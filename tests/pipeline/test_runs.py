@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import signal
@@ -55,6 +56,16 @@ def test_all_processes_log_from_the_level_of_the_run_on(tmp_path: Path, level: s
     assert set.union(*found.values()) == lines, found
     assert ("DEBUG" in found["generate-0"]) is (level == "debug")
     assert bool(found["engine-0"]) is (level == "debug")
+
+
+@pytest.mark.slow
+def test_each_rank_of_a_trainer_group_leaves_its_profile(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    window = ["--use-pytorch-profiler", "--profile-step-start", "1", "--profile-step-end", "2"]
+    succeed(run_dir, *SMALL, *window, "--num-rollout", "2", "--actor-num-gpus-per-node", "2")
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((run_dir / "profile" / f"rank-{rank}.json.gz").read_bytes()))
+        assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
 
 
 def check_speed(rows: list[dict[str, float]]) -> None:

@@ -150,7 +150,7 @@ async def open_training(
     backend = Recorder()
     for name in {"begin", "may_step", "may_export"} - set(hold):
         getattr(backend, name).set()
-    monkeypatch.setattr("models.train.build.build_backend", lambda config, total: backend)
+    monkeypatch.setattr("models.train.build.build_backend", lambda config, total, run_dir: backend)
     sections["rollout"] = {"rollout_batch_size": batch, "num_rollout": total, "n_samples_per_prompt": 2}
     sections["asynchrony"] = {"max_staleness": eta, **sections.get("asynchrony", {})}
     source = checkpoint(tmp_path / "source")

@@ -40,10 +40,18 @@ class Member:
     """The trainer of one rank. `dp_group`: of plain copies; sharded frameworks make their own. `faults`: of
     `--fault-inject`."""
 
-    def __init__(self, config: Config, dp_group: DpGroup, *, leads: bool, faults: FaultPlan | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dp_group: DpGroup,
+        *,
+        leads: bool,
+        faults: FaultPlan | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
         self._faults, self._calls = faults, itertools.count(1)
         self._config = _for_this_rank(config)
-        self._dp_group, self._leads = dp_group, leads
+        self._dp_group, self._leads, self._run_dir = dp_group, leads, run_dir
         self._copies = config.train.train_backend == "torch"
         self._trainer: Trainer | None = None
 
@@ -56,7 +64,7 @@ class Member:
         if self._faults is not None and call != calls.END:
             self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {call.name}")
         if call.name == "Setup":
-            made = build_member(self._config, self._config.rollout.num_rollout or 0, self._dp_group)
+            made = build_member(self._config, self._config.rollout.num_rollout or 0, self._dp_group, self._run_dir)
             made.setup()
             self._trainer = made
             return calls.Reply()
@@ -155,6 +163,7 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
     `announce`: called by rank 0 when it listens for the stage.
     """
     timeout_s = config.parallel.distributed_timeout_minutes * 60
+    run_dir = Path(spec.run_dir) if spec.run_dir else None
     set_cuda_defaults(config)
     with ExitStack() as stack:
         control_group = _find_others(spec, config, timeout_s)
@@ -162,7 +171,7 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
         gloo = control_group.gloo
         dp_group = DistributedDpGroup(dp_rank=spec.rank, dp_size=spec.processes, is_mp_src_rank=True, gloo=gloo)
         if not control_group.leads:
-            _follow(control_group, Member(config, dp_group, leads=False, faults=spec.faults))
+            _follow(control_group, Member(config, dp_group, leads=False, faults=spec.faults, run_dir=run_dir))
             return
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         server.bind(spec.address)
@@ -170,7 +179,7 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
         announce(Rendezvous(spec.incarnation, spec.address))
         silence_s = min(LONGEST_SILENCE_S, timeout_s / HEARTBEATS_PER_TIMEOUT)
         link = _meet(control_group, server, silence_s)
-        _lead(control_group, Member(config, dp_group, leads=True, faults=spec.faults), link, silence_s)
+        _lead(control_group, Member(config, dp_group, leads=True, faults=spec.faults, run_dir=run_dir), link, silence_s)
 
 
 def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGroup:

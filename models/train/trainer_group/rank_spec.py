@@ -58,6 +58,7 @@ class RankSpec(Struct, frozen=True):
     store: tuple[str, int]  # host of rank 0, and the port there at which the ranks of this incarnation find each other
     address: str  # of the socket of rank 0: a file name in its host's directory of sockets
     faults: FaultPlan | None = None  # of `--fault-inject`
+    run_dir: str = ""
 
 
 class Rendezvous(Struct, frozen=True):
