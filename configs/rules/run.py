@@ -139,6 +139,17 @@ def tracker_faults(config: Config) -> Iterator[str]:
             yield f"--report-to {name} needs a package that is not installed; pip install {name}"
 
 
+def otel_faults(config: Config) -> Iterator[str]:
+    endpoint = config.observe.otel_endpoint
+    if endpoint is None:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        yield f"--otel-endpoint is {endpoint!r}, but must begin with http:// or https://; such as http://127.0.0.1:4318"
+    if not all(map(importlib.util.find_spec, ("opentelemetry", "opentelemetry.exporter"))):
+        name = "opentelemetry-exporter-otlp-proto-http"
+        yield f"--otel-endpoint needs a package that is not installed; pip install {name}"
+
+
 def debug_faults(config: Config) -> Iterator[str]:
     debug = config.debug
     loaded = debug.load_debug_rollout_data

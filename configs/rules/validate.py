@@ -215,7 +215,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     engine.fleet_faults, engine.router_faults, engine.update_faults,
     files.preset_faults, files.model_args_faults, files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.megatron_faults, parallel.lora_faults,
-    run.tracker_faults, run.debug_faults, bound_faults, contradictions,
+    run.tracker_faults, run.otel_faults, run.debug_faults, bound_faults, contradictions,
 )  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
     run.run_warnings, algorithm.algorithm_warnings,

@@ -141,6 +141,9 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     """samples.jsonl: groups of such a batch, and of those that ended untrained since"""
     samples_max_mb: Annotated[Positive, ReadBy("--samples-interval above 0")] = 64.0
     """samples.jsonl: bound of its size, MB; the fuller the file, the fewer batches are written"""
+    otel_endpoint: str | None = None
+    """OpenTelemetry collector (OTLP over HTTP) that gets the spans, such as http://127.0.0.1:4318; default:
+    $OTEL_EXPORTER_OTLP_ENDPOINT, else none"""
     prometheus_port: Port = 0
     """port of the run's /metrics for Prometheus; 0 = off"""
     prometheus_host: Annotated[str, ReadBy("--prometheus-port above 0")] = "127.0.0.1"

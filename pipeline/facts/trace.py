@@ -24,7 +24,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
 from operator import attrgetter
@@ -77,13 +77,21 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         replica: names the file and the process in the merged trace.
         max_bytes: size at which writing stops.
         enabled: without it nothing is written, not even a file.
+        exporter: gets every span too, and None at the end.
     """
 
     def __init__(
-        self, directory: Path, replica: str, *, stage: str = "", max_bytes: int = 32 << 20, enabled: bool = True
+        self,
+        directory: Path,
+        replica: str,
+        *,
+        stage: str = "",
+        max_bytes: int = 32 << 20,
+        enabled: bool = True,
+        exporter: Callable[[Span | None], None] | None = None,
     ) -> None:
         self.path = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', replica)}.jsonl"
-        self._replica, self._stage = replica, stage
+        self._replica, self._stage, self._exporter = replica, stage, exporter
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
         if enabled:
@@ -109,9 +117,12 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         detail: str = "",
     ) -> None:
         """Record finished work. `start_s` is unix time."""
+        span = Span(name, self._stage, self._replica, start_s, dur_s, group, sample, detail)
+        if self._exporter is not None:
+            self._exporter(span)
         if self._file is None:
             return
-        line = self._encoder.encode(Span(name, self._stage, self._replica, start_s, dur_s, group, sample, detail))
+        line = self._encoder.encode(span)
         if self._written + len(self._buffer) + len(line) + 1 > self._max_bytes:
             self.dropped += 1
             return
@@ -119,6 +130,11 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._buffer += b"\n"
         if len(self._buffer) >= _FLUSH_BYTES or time.monotonic() - self._flushed_s >= _FLUSH_S:
             self.flush()
+
+    def export(self, name: str, start_s: float, *, group: int = NO_GROUP, detail: str = "") -> None:
+        """Work until now that contains other spans: for the exporter alone, since the viewer of the file nests none."""
+        if self._exporter is not None:
+            self._exporter(Span(name, self._stage, self._replica, start_s, time.time() - start_s, group, -1, detail))
 
     def flush(self) -> None:
         """Hand the buffer to the kernel. A disk that fails ends the trace, not the run: the rest counts as dropped."""
@@ -134,6 +150,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 
     def close(self) -> None:
         """Flush, note what was dropped, close. May be called twice."""
+        if self._exporter is not None:
+            self._exporter(None)
         if self._file is None:
             return
         if self.dropped and self._max_bytes:

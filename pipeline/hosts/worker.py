@@ -36,9 +36,9 @@ from models.fault_injection import FaultPlan, fault_plan
 from models.import_path import add_working_directory, import_path, raised
 from models.train.trainer_group.rank_spec import MEETING, RankSpec, Rendezvous
 from pipeline.errors import exit_code, leaf, user_error
+from pipeline.facts.otel import span_writer
 from pipeline.facts.run_log import release
 from pipeline.facts.stats import CPU, QUEUED, STATS_PREFIX, StageStats
-from pipeline.facts.trace import TraceWriter
 from pipeline.hosts import rendezvous
 from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.machine import collect_less, cpu_seconds
@@ -138,8 +138,7 @@ def _link(before: ReplicaSpec, after: ReplicaSpec, room: int) -> ChainLink[Any]:
 
 
 async def _run_member(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config, place: Place) -> None:
-    trace, enabled = Path(spec.run_dir, "trace"), config.observe.trace
-    with TraceWriter(trace, spec.replica, stage=spec.stage, enabled=enabled) as spans:
+    with span_writer(config, node.run_id, Path(spec.run_dir), spec.replica, spec.stage) as spans:
         counts, options = (spec.index, spec.replicas, spec.concurrency), (spec.options, spec.built_in, spec.loops)
         context = StageContext(config, Path(spec.run_dir), spec.replica, spans, *counts, *options)
         stage: Stage = import_path(spec.path)(context)

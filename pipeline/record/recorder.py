@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
+from pipeline.facts.otel import ROOT, span_writer
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.run_log import named, said
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, RunSnapshot, StageStats, outage_text, visible
-from pipeline.facts.trace import TraceWriter
 from pipeline.record import journal
 from pipeline.record.goodput import Goodput, GroupOutcomes
 from pipeline.record.health import Alarm, HealthWatch, OutageWatch, StallWatch
@@ -89,6 +89,7 @@ class Recorder:
         self.committed = resume_step or 0  # step of the newest checkpoint, or of the start
         self._responses = keeps_rollouts(config)
         self._ended: list[tuple[int, int]] = []  # (batches trained, group) since the newest checkpoint
+        self._admitted_s: dict[int, float] = {}  # unix time, of open groups
         self._metrics: Metrics | None = None
 
     def _open_metrics(self) -> Metrics:
@@ -115,7 +116,7 @@ class Recorder:
             self.changes = [event for event in journal.read_journal(ledger) if isinstance(event, Changed)]
             self.began = journal.Began(self.began.unix_s, before_s)
             self.effective = journal.resumed_time(journal.read_journal(ledger), self.began, self._resume_step)
-        self.spans = TraceWriter(self.rundir.trace, "prompts-0", stage="prompts", enabled=self.config.observe.trace)
+        self.spans = span_writer(self.config, self.rundir.run_id, self.rundir.path, "prompts-0", "prompts")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,6 +141,7 @@ class Recorder:
 
     def admitted(self, group: OpenGroup) -> None:
         self.journal.write(journal.Admitted(group.group_id, group.position, group.requeued))
+        self._admitted_s[group.group_id] = time.time()
 
     def settled(self, groups: Sequence[tuple[int, Settled]]) -> None:
         self.journal.write(*(journal.Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
@@ -147,6 +149,8 @@ class Recorder:
         if self._responses:
             self._ended += [(max(report.step, at), report.group_id) for at, report in groups]
         for _, report in groups:
+            begun_s = self._admitted_s.pop(report.group_id, time.time())
+            self.spans.export(ROOT, begun_s, group=report.group_id, detail=report.outcome)
             self.group_outcomes.settled(report)
             if report.outcome != "trained":
                 self.goodput.settled(report)
@@ -168,6 +172,7 @@ class Recorder:
             return
         took_s, self.last_step_s = now - self.last_step_s, now
         self.effective.steps[report.step] = took_s
+        self.spans.export("batch", time.time() - took_s, detail=f"step {report.step}")
         outcomes = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
         self.goodput.step(report.metrics)
         metrics = {**report.metrics, **outcomes, **self._ledger_metrics(), **self._weights_metrics()}

@@ -26,6 +26,7 @@ def stage(*tables: str) -> str:
     ("--no-use-tis --policy-mode decoupled", "leave --no-use-tis and --policy-mode onpolicy out"),
     ("--policy-mode onpolicy", "--use-rollout-logprobs (bypass), choose --mode sync, or accept"),
     ("--update-weights-interval 4 --async-buffer-size 0 --no-use-tis", "update_weights_interval 4"),
+    ("--otel-endpoint 127.0.0.1:4318", "is '127.0.0.1:4318', but must begin with http:// or https://; such as"),
     ("--use-pytorch-profiler", "--profile-step-end is 12, but the run has 3 rollout batches; set it to at most 3"),
     ("--use-pytorch-profiler --profile-step-start 3 --profile-step-end 3",
      "--profile-step-start is 3 and must be below --profile-step-end 3"),

@@ -41,17 +41,11 @@ class Member:
     `--fault-inject`."""
 
     def __init__(
-        self,
-        config: Config,
-        dp_group: DpGroup,
-        *,
-        leads: bool,
-        faults: FaultPlan | None = None,
-        run_dir: Path | None = None,
+        self, config: Config, dp_group: DpGroup, *, leads: bool, faults: FaultPlan | None = None, run_dir: str = ""
     ) -> None:
         self._faults, self._calls = faults, itertools.count(1)
         self._config = _for_this_rank(config)
-        self._dp_group, self._leads, self._run_dir = dp_group, leads, run_dir
+        self._dp_group, self._leads, self._run_dir = dp_group, leads, Path(run_dir)
         self._copies = config.train.train_backend == "torch"
         self._trainer: Trainer | None = None
 
@@ -163,15 +157,16 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
     `announce`: called by rank 0 when it listens for the stage.
     """
     timeout_s = config.parallel.distributed_timeout_minutes * 60
-    run_dir = Path(spec.run_dir) if spec.run_dir else None
     set_cuda_defaults(config)
     with ExitStack() as stack:
         control_group = _find_others(spec, config, timeout_s)
         stack.callback(distributed.destroy_process_group)
         gloo = control_group.gloo
         dp_group = DistributedDpGroup(dp_rank=spec.rank, dp_size=spec.processes, is_mp_src_rank=True, gloo=gloo)
-        if not control_group.leads:
-            _follow(control_group, Member(config, dp_group, leads=False, faults=spec.faults, run_dir=run_dir))
+        leads = control_group.leads
+        member = Member(config, dp_group, leads=leads, faults=spec.faults, run_dir=spec.run_dir)
+        if not leads:
+            _follow(control_group, member)
             return
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         server.bind(spec.address)
@@ -179,7 +174,7 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
         announce(Rendezvous(spec.incarnation, spec.address))
         silence_s = min(LONGEST_SILENCE_S, timeout_s / HEARTBEATS_PER_TIMEOUT)
         link = _meet(control_group, server, silence_s)
-        _lead(control_group, Member(config, dp_group, leads=True, faults=spec.faults, run_dir=run_dir), link, silence_s)
+        _lead(control_group, member, link, silence_s)
 
 
 def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGroup:
