@@ -1,4 +1,5 @@
-"""`python launch.py convert run.sh`: the command of a launch script of slime, for this project.
+"""`python launch.py convert run.sh`: the command of a launch script of slime, or of a configuration of verl, TRL or
+prime-rl (`configs.migrate.other_projects`), for this project.
 
 Prints the command, or with `--toml` a recipe, on stdout; and on stderr what changed and why. Flags behind the script
 are added to the command, where they outrank the script's.
@@ -20,14 +21,17 @@ import msgspec
 from configs.command_line import parse
 from configs.layers import ConfigError
 from configs.load import toml
-from configs.migrate.shell_script import Launch, read_launch
+from configs.migrate.other_projects import SUFFIXES, converted
+from configs.migrate.shell_script import VERL_PROGRAMS, Launch, read_launch
 from configs.slime_options import MODEL_ARGS
 from configs.translate import Answer, Option, Translation, grouped, translate
 
 USAGE: Final = (
-    "usage: python launch.py convert SCRIPT [--toml] [--json] [flags]\n\n"
-    "Turns a launch script of slime into a command of Sluice. Nothing of the script is run.\n\n"
-    "  SCRIPT   a shell script with one command that starts train.py or train_async.py\n"
+    "usage: python launch.py convert FILE [--toml] [--json] [flags]\n\n"
+    "Turns a launch script or configuration of slime, verl, TRL or prime-rl into a command of Sluice. Nothing of it is "
+    "run.\n\n"
+    "  FILE     a shell script that starts slime's train.py or train_async.py, or verl.trainer.main_ppo;\n"
+    "           settings of verl or TRL as .yaml or .json; or an rl.toml of prime-rl\n"
     "  --toml   print a recipe for --config instead of a command\n"
     "  --json   print JSON: flags, text (command or recipe), notes\n"
     "  flags    are added to the command, for example --hf-checkpoint /models/Qwen3-4B --dry-run\n"
@@ -51,12 +55,16 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if "--help" in argv or "-h" in argv else 2
     script, flags = Path(argv[0]), [flag for flag in argv[1:] if flag not in ("--toml", "--json")]
-    launch = read_launch(script)
-    translation = translate(launch.arguments)
-    command = [*(token for option in kept(translation) for token in option.argv)]
-    added = list(defaults(launch, translation))
-    command += [token for flag in added for token in flag]
-    notes = list(report(script, launch, translation, added))
+    launch = None if script.suffix in SUFFIXES else read_launch(script)
+    if launch is None or launch.program in VERL_PROGRAMS:
+        command, notes = converted(script, None if launch is None else launch.arguments)
+        notes += list(launch_notes(launch)) if launch is not None else []
+    else:
+        translation = translate(launch.arguments)
+        added = list(defaults(launch, translation))
+        command = [token for option in kept(translation) for token in option.argv]
+        command += [token for flag in added for token in flag]
+        notes = list(report(script, launch, translation, added))
     sys.stderr.writelines(f"{line}\n" for line in notes)
     text = recipe([*command, *flags]) if "--toml" in argv else shell_command([*command, *flags])
     if "--json" in argv:
@@ -129,6 +137,11 @@ def report(script: Path, launch: Launch, translation: Translation, added: Sequen
     own = [o.values[0] for o in options if o.name.endswith("-path") and o.argv and o.values]
     if own:
         yield f"{_OWN_FUNCTIONS} {' '.join(own)}"
+    yield from launch_notes(launch)
+
+
+def launch_notes(launch: Launch) -> Iterator[str]:
+    """What of the script's own words was not certain."""
     if launch.conditional:
         yield (f"check {', '.join(launch.conditional)}: set under a condition; the last value in the script was taken")
 

@@ -1,7 +1,7 @@
 """The launch command of a shell script: which program it starts, with which arguments.
 
 Reads what launch scripts of RL trainers are made of: scalars, arrays, `source`, defaults such as `${NAME:-8}`, sums
-such as `$((4 * 1024))`, and one command with `train.py`. Nothing is executed: a script that kills processes is safe to
+such as `$((4 * 1024))`, and one command that trains. Nothing is executed: a script that kills processes is safe to
 read.
 
 Invariants: what only a running shell knows (an unset variable, the output of a command) stays in the text as it was
@@ -24,6 +24,7 @@ from msgspec import Struct
 from configs.layers import ConfigError
 
 _PROGRAMS: Final = ("train.py", "train_async.py")
+VERL_PROGRAMS: Final = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo")
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE: Final = re.compile(
     r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(\[[@*]\])?(?::?-([^{}]*(?:\$\{[^{}]*\}[^{}]*)*))?\})"
@@ -53,10 +54,8 @@ def read_launch(path: Path) -> Launch:
     reader = _Reader()
     reader.run(path)
     if reader.launch is None:
-        raise ConfigError(
-            f"{path} starts no {' or '.join(_PROGRAMS)}, but that is the command to convert; give the script that "
-            "starts the training"
-        )
+        programs = f"{' or '.join(_PROGRAMS)} and no {VERL_PROGRAMS[0]}"
+        raise ConfigError(f"{path} starts no {programs}, but that is what is converted; give the script that trains")
     return reader.launch
 
 
@@ -123,7 +122,8 @@ class _Reader:
         self.run(found)
 
     def _command(self, path: Path, words: list[str], *, after_launch: bool) -> bool:
-        at = next((at for at, word in enumerate(words) if Path(word.strip("\"'")).name in _PROGRAMS), None)
+        known = (*_PROGRAMS, *VERL_PROGRAMS)
+        at = next((at for at, word in enumerate(words) if Path(word.strip("\"'")).name in known), None)
         if at is None:
             rest = self.expand(words)
             if not (after_launch and self.launch is not None and rest and rest[0].startswith("--")):
