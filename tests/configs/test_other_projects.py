@@ -418,6 +418,10 @@ def test_a_key_has_one_answer_and_a_default_is_of_a_key(name: str) -> None:
                          "rollout-max-response-len": ["1024"], "eval-temperature": ["0.7"], "rollout-top-k": None}),
     ("a.yaml", TRL_SMALL, {"loss-aggregation": ["constant"], "disable-grpo-std-normalization": [], "engine": None,
                            "use-tis": None, "kl-loss-coef": None, "num-epoch": ["3"]}),
+    ("a.yaml", TRL_SMALL + "save_strategy: 'no'\n", {"save-interval": None}),
+    ("a.yaml", TRL_SMALL, {"save-interval": ["500"], "rm-type": None, "label-key": ["solution"]}),
+    ("a.sh", VERL_MATH.replace("main_ppo ", "main_ppo --config-name ppo_megatron_trainer.yaml "),
+     {"train-backend": ["megatron"]}),
     ("a.yaml", TRL_SIMPLE, {"kl-loss-coef": ["0.01"], "num-epoch": None, "use-tis": [], "project": None}),
 ], ids=lambda value: value if isinstance(value, str) and len(value) < 12 else "")  # fmt: skip
 def test_what_the_settings_become(
@@ -449,6 +453,9 @@ def test_what_the_settings_become(
     ("a.toml", PRIME_TEXT, "left out, not here: orchestrator.train.env="),
     ("a.toml", PRIME_TEXT, "note: tokens are at most 1 versions old; with --max-staleness 8"),
     ("a.toml", PRIME_TEXT, "left out, for it is so anyway: "),
+    ("a.yaml", TRL_DEMO, "save_strategy=epoch: it is counted in batches; write --save-interval N"),
+    ("a.yaml", TRL_DEMO.replace("generations: 4", "generations: 4.5"), "num_generations is 4.5, but must"),
+    ("a.yaml", TRL_SMALL + "save_strategy: 'no'\n", "left out, for it is so anyway: save_strategy"),
 ], ids=lambda value: value if len(value) < 12 else "")  # fmt: skip
 def test_what_the_report_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, line: str
