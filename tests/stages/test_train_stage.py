@@ -85,6 +85,7 @@ async def test_groups_that_are_written_down_are_scored_with_the_weights_that_the
         for group_id in range(0, 8, 2):
             await one.send(make_slice(group_id), make_slice(group_id + 1))
             await one.report(StepDone)
+        await until(lambda: '"step":4' in (tmp_path / "samples.jsonl").read_text())
     runs = [(entry[0] // 2, *entry[1:]) for entry in one.backend.scored if entry[0] >= 0]
     assert runs == [(0, 0, 0), (1, 4, 1), (3, 12, 3)], "before any of the batch is handed over"
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
