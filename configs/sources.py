@@ -28,12 +28,9 @@ BUILT_IN_DATA: Final = ("arithmetic", "arithmetic-tools")
 BUILT_IN_LABEL: Final = "label"  # row field of the built-in data with the answer
 BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints, made on this machine
 
-# Settings that name a function or class of the user's; the others of this form name a file.
-IMPORT_PATHS: Final = tuple(
-    flag.key
-    for flag in flags()
-    if flag.key.endswith("_path") and flag.key not in ("data.chat_template_path", "reward.judge_prompt_path")
-)
+_FILES: Final = ("data.chat_template_path", "reward.judge_prompt_path", "debug.memory_snapshot_path")
+# Settings that name a function or class of the user's; those of _FILES name a file.
+IMPORT_PATHS: Final = tuple(flag.key for flag in flags() if flag.key.endswith("_path") and flag.key not in _FILES)
 # Settings that take the name of something built in, or an import path.
 NAMED: Final = ("algorithm.advantage_estimator", "algorithm.policy_loss", "asynchrony.buffer_order")
 

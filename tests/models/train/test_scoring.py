@@ -112,7 +112,7 @@ def test_adapters_of_the_output_layer_count_and_are_trained(checkpoints: dict[st
 class Recorder:
     """Models that write down what they are asked, and find 0 everywhere. One data-parallel rank."""
 
-    critic, vocab_size = None, 1 << 20
+    critic, vocab_size, device = None, 1 << 20, torch.device("cpu")
 
     def __init__(self, shares: int, stages: int, *, reference: bool = False) -> None:
         self.dp_group = DpGroup()
