@@ -250,9 +250,12 @@ class RunView:
 
     def stage_metrics(self) -> dict[str, float]:
         """The shares of the table, of stages that were seen long enough, under the names of docs/metrics.md."""
-        rows = [row for row in map(self._row, self._order) if row.busy + row.starved + row.blocked + row.stalled > 0]
-        shares = ("busy", "starved", "blocked", "stalled")
-        return {f"stage/{row.stage}/{share}": getattr(row, share) for row in rows for share in shares}
+        found: dict[str, float] = {}
+        for row in map(self._row, self._order):
+            if row.busy + row.starved + row.blocked + row.stalled > 0:
+                found |= {f"stage/{row.stage}/busy": row.busy, f"stage/{row.stage}/starved": row.starved}
+                found |= {f"stage/{row.stage}/blocked": row.blocked, f"stage/{row.stage}/stalled": row.stalled}
+        return found
 
     def _eta_s(self, now_s: float, seconds: float, steps: float) -> float | None:
         """Remaining steps at the pace of the last `steps`, which took so many seconds; counts down between steps."""

@@ -529,7 +529,7 @@ async def test_an_error_of_the_clean_up_does_not_replace_that_of_the_setup(
 ) -> None:
     path = f"{HalfMade.__module__}:HalfMade"
     spec = ReplicaSpec("half", "half-0", path, 0, 1, 1, run_dir=str(tmp_path), inlets={}, outlets={})
-    nowhere = cast(Any, None)  # a replica connects after its setup
+    nowhere, node = cast(Any, None), cast(Any, SimpleNamespace(run_id="run"))  # a replica connects after its setup
     with pytest.raises(ValueError, match="the user's own mistake"):
-        await run_replica(spec, nowhere, nowhere, Config())
+        await run_replica(spec, node, nowhere, Config())
     assert "closing after an error failed as well: AttributeError" in caplog.text
