@@ -251,10 +251,11 @@ class RunView:
     def stage_metrics(self) -> dict[str, float]:
         """The shares of the table, of stages that were seen long enough, under the names of docs/metrics.md."""
         found: dict[str, float] = {}
-        for row in map(self._row, self._order):
+        for stage in self._order:
+            row = self._row(stage)
             if row.busy + row.starved + row.blocked + row.stalled > 0:
-                found |= {f"stage/{row.stage}/busy": row.busy, f"stage/{row.stage}/starved": row.starved}
-                found |= {f"stage/{row.stage}/blocked": row.blocked, f"stage/{row.stage}/stalled": row.stalled}
+                found |= {f"stage/{stage}/busy": row.busy, f"stage/{stage}/starved": row.starved}
+                found |= {f"stage/{stage}/blocked": row.blocked, f"stage/{stage}/stalled": row.stalled}
         return found
 
     def _eta_s(self, now_s: float, seconds: float, steps: float) -> float | None:
