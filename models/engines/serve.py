@@ -36,7 +36,7 @@ from models.engines.core import Completion, EngineCore
 from models.engines.protocol import DEFAULT_LABEL
 from models.engines.server import EngineApp, Serving
 from models.engines.text import TextCodec
-from models.engines.token import Token, read_token
+from models.engines.token import read_token
 from models.errors import EngineError, EngineStartError
 from models.fault_injection import FaultPlan
 
@@ -186,19 +186,15 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _token(path: str) -> Token:
-    return read_token(Path(path)).token
-
-
 def _arguments(argv: Sequence[str] | None) -> dict[str, Any]:
-    """Those of `EngineServer` by their names, `config` and `faults` still as JSON; and `engine` and `ready_file`."""
+    """Those of `EngineServer` by their names, `config`, `faults` and `token` as they are given; and of this process."""
     parser = argparse.ArgumentParser(prog="models.engines.serve", description="Serve a model over SGLang's protocol.")
     parser.add_argument("--engine", choices=("embedded", "simulated"), help="replaces engine of --config")
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 = any free port")
     token = "file (mode 0600) with the token that requests must bring"
-    parser.add_argument("--token-file", dest="token", type=_token, metavar="FILE", help=token)
+    parser.add_argument("--token-file", dest="token", type=Path, metavar="FILE", help=token)
     parser.add_argument("--ready-file", type=Path, help="gets {url, pid} as JSON when requests are served")
     parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
@@ -225,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         engine, ready_file = options.pop("engine"), options.pop("ready_file")
         options["config"] = msgspec.json.decode(options["config"], type=EngineConfig)
+        options["token"] = options["token"] and read_token(options["token"]).token
         options["faults"] = options["faults"] and msgspec.json.decode(options["faults"], type=FaultPlan)
         if engine:
             options["config"] = msgspec.structs.replace(options["config"], engine=engine)

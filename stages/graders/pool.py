@@ -133,6 +133,8 @@ class GraderPool:
 
     async def grade_many(self, items: Sequence[GradeRequest]) -> list[Grade]:
         """Grade all items, in order. Raises PoolError only if no process can be started or the pool is closed."""
+        if not self._open:
+            raise PoolError("the grader pool is not open; enter it with 'async with' first")
         results: list[Grade | None] = [None] * len(items)
         pending: list[int] = []  # items for processes
         for position, item in enumerate(items):
@@ -189,7 +191,7 @@ class GraderPool:
         """Waits for a free process, and starts one if none is idle. Raises PoolError."""
         async with self._slots:
             if not self._open:
-                raise PoolError("the grader pool is not open; enter it with 'async with', and leave it after grading")
+                raise PoolError("the grader pool was closed while grading")
             seat, kept = self._idle.pop(), False
             try:
                 await seat.ready()
