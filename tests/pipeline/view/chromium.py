@@ -23,6 +23,7 @@ FLAGS: Final = (
     "--no-first-run",
     "--remote-debugging-port=0",
 )
+USED: Final = ("button", "textbox", "searchbox", "combobox", "spinbutton", "checkbox", "tab", "link", "Canvas")
 START_S: Final = 60.0
 ANSWER_S: Final = 30.0
 
@@ -75,6 +76,11 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             await self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    async def usable(self) -> list[str]:
+        """The names by which a screen reader knows what can be used."""
+        nodes = (await self.send("Accessibility.getFullAXTree"))["nodes"]
+        return [one["name"]["value"] for one in nodes if not one["ignored"] and one["role"]["value"] in USED]
 
     async def size(self, width: int, height: int = 900) -> None:
         await self.send(

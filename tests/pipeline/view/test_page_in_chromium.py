@@ -96,19 +96,15 @@ async def test_keys_alone_reach_every_view_and_all_that_can_be_used_has_a_name(p
             await page.until(f"document.activeElement.id === 'tab-{view}'")
             await page.until(f"!document.querySelector('#view-{view}').hidden")
             await page.until(READY[view])
-            tree = (await page.send("Accessibility.getFullAXTree"))["nodes"]
-            used = [node for node in tree if not node["ignored"] and node["role"]["value"] in USED]
+            used = await page.usable()
             assert len(used) > len(VIEWS)
-            assert [node for node in used if not node["name"]["value"]] == []
+            assert "" not in used
             await page.press("ArrowRight", 39)
         await page.until("document.activeElement.id === 'tab-run'")
         assert page.errors == []
         assert {name for name, _ in server.asked} == {"run", "lanes", "metrics", "rollouts", "logs"}
         assert {token for _, token in server.asked} == {"Bearer look"}
         assert [one for one in page.requests if not one.startswith((f"http://127.0.0.1:{port}/", "data:"))] == []
-
-
-USED: Final = ("button", "textbox", "searchbox", "combobox", "spinbutton", "checkbox", "tab", "link", "Canvas")
 
 
 async def test_no_view_is_wider_than_the_window_in_light_and_dark(port: int) -> None:

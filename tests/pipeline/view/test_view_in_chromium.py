@@ -107,7 +107,9 @@ async def click(page: Page, element: str) -> None:
 
 
 async def by_keyboard(page: Page, pictures: Path | None) -> None:
-    """Every view, reached by the arrow keys from the first one."""
+    """Every view, reached by the arrow keys from the first one. It fits in any window, in both colours, and what can be
+    used has a name for a screen reader."""
+    papers = set()
     await page.value("document.querySelector('#tab-run').focus()")
     for name, ready in READY.items():
         await page.until(f"document.activeElement.id === 'tab-{name}'")
@@ -115,7 +117,17 @@ async def by_keyboard(page: Page, pictures: Path | None) -> None:
         if pictures is not None and name != "logs":  # which have paths of this machine
             await asyncio.sleep(3)  # until the newest answers are drawn
             await page.picture(pictures / f"view_{'overview' if name == 'run' else name}.png")
+        for width, scheme in ((360, "dark"), (2560, "light"), (1280, "light")):
+            await page.size(width)
+            await page.colours(scheme)
+            root = "document.documentElement"
+            assert await page.value(f"{root}.scrollWidth - {root}.clientWidth") == 0, (name, width)
+            papers.add((scheme, await page.value("getComputedStyle(document.body).backgroundColor")))
+        used = await page.usable()
+        assert len(used) > len(READY)
+        assert "" not in used
         await page.press("ArrowRight", 39)
+    assert len(papers) == 2, papers
 
 
 async def test_the_page_of_a_quickstart_while_it_goes_on_and_when_it_has_ended(tmp_path: Path) -> None:
