@@ -193,7 +193,7 @@ def contenders() -> dict[str, tuple[Contender, str]]:
     except ImportError:
         print("ray is not installed: ray.util.queue is left out")
     else:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         found["ray.util.queue"] = (ray_queue, "one actor call per item")
     return found
 
