@@ -153,16 +153,17 @@ async def test_each_data_set_has_its_own_settings_over_the_common_ones() -> None
 
 
 async def test_no_more_rollouts_than_allowed_are_under_way() -> None:
-    async with open_desk(n_samples_per_eval_prompt=2, eval_max_in_flight=5) as one:
-        one.pin(1)
-        first, second = await one.prompts(2)
-        await idle()
-        assert one.rig.hubs["generate.eval"].stats().accepted == 2, "two rollouts more would be six"
-        await one.answer(first, make_sample(0, version=1, reward=1.0))
-        await one.answer_all(await one.prompts(1), 1)
-        await one.answer(first, make_sample(1, version=1, reward=1.0))
-        await one.answer_all([second], 1)
-        assert (await one.result()).metrics["eval/held-prompts"] == 3
+    with time_limit():
+        async with open_desk(n_samples_per_eval_prompt=2, eval_max_in_flight=5) as one:
+            one.pin(1)
+            first, second = await one.prompts(2)
+            await idle()
+            assert one.rig.hubs["generate.eval"].stats().accepted == 2, "two rollouts more would be six"
+            await one.answer(first, make_sample(0, version=1, reward=1.0))
+            await one.answer_all(await one.prompts(1), 1)
+            await one.answer(first, make_sample(1, version=1, reward=1.0))
+            await one.answer_all([second], 1)
+            assert (await one.result()).metrics["eval/held-prompts"] == 3
 
 
 async def test_a_pinned_version_is_queried_when_every_engine_has_it_and_scored_once() -> None:
