@@ -264,9 +264,11 @@ class TrainStage(Stage):
     async def _accumulate(self, batch: Batch) -> None:
         """Hand over all groups that have come in one call: what comes at once is dealt to the ranks by cost."""
         groups = sorted(batch.sequences) if self._waits_for_all else list(batch.sequences)
-        for group_id in groups[: max(0, self.log.samples.wanted(self.steps + 1) - len(batch.log_probs))]:
-            scored = await self._compute(batch, self.backend.logprobs, batch.sequences[group_id])
-            batch.log_probs[group_id] = scored  # before any step of the batch, so of the weights it began with
+        # One call before any step of the batch, so of the weights that it began with.
+        chosen = groups[: max(0, self.log.samples.wanted(self.steps + 1) - len(batch.log_probs))]
+        if written := [sequence for group_id in chosen for sequence in batch.sequences[group_id]]:
+            scored = iter(await self._compute(batch, self.backend.logprobs, written))
+            batch.log_probs |= {group_id: [next(scored) for _ in batch.sequences[group_id]] for group_id in chosen}
         sequences = [sequence for group_id in groups for sequence in batch.sequences.pop(group_id)]
         if sequences:
             await self._compute(batch, self.backend.accumulate, sequences)

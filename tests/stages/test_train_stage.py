@@ -81,13 +81,14 @@ async def test_a_group_that_waited_too_long_is_trained_without_its_stale_tokens(
 async def test_groups_that_are_written_down_are_scored_with_the_weights_that_the_batch_begins_with(
     training: Training, tmp_path: Path
 ) -> None:
-    async with training(total=4, eta=4, observe={"samples_interval": 2, "samples_groups": 1}) as one:
+    every = {"samples_interval": 2, "samples_groups": 2}
+    async with training(total=4, eta=4, observe=every, run={"deterministic": True}) as one:
         for group_id in range(0, 8, 2):
             await one.send(make_slice(group_id), make_slice(group_id + 1))
             await one.report(StepDone)
         await until(lambda: '"step":4' in (tmp_path / "samples.jsonl").read_text())
     runs = [(entry[0] // 2, *entry[1:]) for entry in one.backend.scored if entry[0] >= 0]
-    assert runs == [(0, 0, 0), (1, 4, 1), (3, 12, 3)], "before any of the batch is handed over"
+    assert runs == [(0, 0, 0), (1, 4, 1), (3, 12, 3)], "one call, before any of the batch is handed over"
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {1, 2, 4}
     assert all(row["train_log_probs"] == row["log_probs"] == [None] * 3 + [-0.5] * 4 for row in rows)
