@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def test_weights_and_biases_gets_every_finite_value_under_its_name(tmp_path: Pat
 def test_a_resumed_run_goes_on_in_its_run_also_from_an_earlier_step(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     for rows in (ROWS, ROWS[1:]):
+        # wandb names the folder of an offline run by the second in which it begins.
+        begun = int(time.time())
+        while int(time.time()) == begun:
+            time.sleep(0.02)
         record(tmp_path, rows, report_to=("wandb",), wandb_mode="offline")
     known = json.loads((tmp_path / IDS).read_text())
     files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{known['wandb']}.wandb"))
