@@ -189,7 +189,7 @@ def chains(config: Config, counts: Mapping[str, int]) -> tuple[tuple[str, ...], 
 
 
 def joined_to(config: Config, counts: Mapping[str, int]) -> dict[str, str]:
-    """Each stage that runs in the process of another one -> that one, the first of its chain."""
+    """Stages that share a process: each later stage of a chain -> the first stage of that chain."""
     return {name: chained[0] for chained in chains(config, counts) for name in chained[1:]}
 
 

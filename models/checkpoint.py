@@ -168,11 +168,11 @@ def manifests(root: Path) -> list[Manifest]:
     return [manifest for _, manifest in _complete(root)]
 
 
-def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+def resumable_checkpoint(root: Path, report: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint whose files are as they were written; None if none was ever completed.
 
-    `tell` gets a sentence for each damaged checkpoint that is skipped. Raises CheckpointError if all are damaged: a new
-    start would prune what can perhaps still be saved.
+    `report` gets a sentence for each damaged checkpoint that is skipped. Raises CheckpointError if all are damaged,
+    since a new start would prune what can perhaps still be saved.
     """
     damaged: list[str] = []
     for path, manifest in reversed(_complete(root, damaged)):
@@ -182,7 +182,7 @@ def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path,
             damaged.append(str(error))
             continue
         for sentence in damaged:
-            tell(f"skipped: {sentence}")
+            report(f"skipped: {sentence}")
         return path, manifest
     if damaged:
         raise CheckpointError(

@@ -16,7 +16,7 @@ EXIT_USER_ERROR = 2  # of a started process, for a mistake of the user
 EXIT_DISK_FULL = 28  # of a started process whose log may have no room for the reason
 
 
-# The exit codes of `launch.py`, by kind of end, for whoever starts it from a program; docs/errors.md has the table. A
+# The exit codes of `launch.py`, by kind of end, for programs that start it; docs/errors.md has the table. A
 # defect, which shows a traceback, ends with 1 too. Another start may mend 1, 6, 7 and 8; auto_resume.py reads that.
 
 
@@ -51,7 +51,7 @@ class NotRunning(UsageError):
 
 
 class CommandRefused(Refused):
-    """A running run does not do what it was told to."""
+    """A running run refuses a command."""
 
     exit_code = 4
 

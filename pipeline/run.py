@@ -35,7 +35,7 @@ from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, for_user, leaf
 from pipeline.facts.run_directory import RunDir, disk_error
-from pipeline.facts.run_log import loop_watched, named, release, run_log, said, tell
+from pipeline.facts.run_log import log_line, loop_watched, named, release, run_log, show_line
 from pipeline.graph import Placement, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
@@ -75,7 +75,7 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
         with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
                 with run_log(rundir.path, level=config.observe.log_level), viewed(rundir.path, config.observe.view):
-                    said(f"starts: pid {os.getpid()} on {socket.gethostname()}, sluice {release()}")
+                    log_line(f"starts: pid {os.getpid()} on {socket.gethostname()}, sluice {release()}")
                     with named("functions, environments and options are checked; ended by a limit of 120 s for each"):
                         refuse(config)  # now, not after a warm start
                     with _connected(config, launchers, resumed) as connected_launchers:
@@ -127,7 +127,7 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
         config = prepare(config, rundir.path / "assets")
         if config.engine.frozen_engine and generates(config):
             asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
-        checkpoint = resumable_checkpoint(rundir.checkpoints, tell)
+        checkpoint = resumable_checkpoint(rundir.checkpoints, show_line)
     if config.warm_start.warm_start_steps and checkpoint is None:
         if config.run.resume is None:
             rundir.write_config(dump_toml(given))
@@ -187,7 +187,7 @@ class Phase:
         with named("rows of --prompt-data are read and counted; fewer rows take less: path@[0:1000]"):
             self.prompts = training_prompts(config, tokenizer, rundir)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
-        self.config = with_stops(with_data(config, self.prompts, tell))
+        self.config = with_stops(with_data(config, self.prompts, show_line))
         known = max(manifest.run_generation if manifest else 0, last_run_generation(rundir.ledger))
         self.run_generation = known + 1 if config.run.resume else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
@@ -208,7 +208,7 @@ class Phase:
         resumed, gpus = self.start if config.run.resume else None, gpus_used(self.config)
         self.recorder = Recorder(self.config, rundir, resumed, identity, gpus)
         self.lives = (*read_lives(rundir.episodes), self.start) if keeps_rollouts(config) else ()
-        # Nobody can guess the name, so nobody can take it before the trainer does.
+        # The name cannot be guessed, so no other process can take it before the trainer does.
         name = f"{rundir.run_id}-{secrets.token_hex(8)}"
         self.slots = slots_directory(name, rundir.path, self.config.train.hf_checkpoint)
         self.launcher = launchers(rundir, threads(self.config))
@@ -222,7 +222,7 @@ class Phase:
         if self.config.run.runner != "inprocess":
             collect_less()
         what = f"warm start of {self.config.rollout.num_rollout} supervised steps at the most" if warming else "run"
-        tell(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
+        show_line(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(self._main())

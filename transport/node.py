@@ -232,7 +232,7 @@ class Node:
         return await self._bind(address, ByteServer(self.run_id), 0, wire.decode_to_bytes)
 
     async def byte_client(self, address: str) -> ByteClient:
-        """A client of a byte server. Whether that is there, the first call tells."""
+        """A client of a byte server. The first call fails if there is none."""
         return self._connect(ByteClient(self.run_id, address, give_up_s=self._give_up_s), wire.decode_from_bytes)
 
     def _make_fabric(self) -> ZmqFabric:

@@ -83,7 +83,7 @@ class TopicServer(CorePort, TopicReader):
         self._waiters = Waiters(core.entries)
 
     def publish(self, key: str, value: bytes) -> None:
-        """Replace the value of a key and tell all clients."""
+        """Replace the value of a key and send it to all clients."""
         check_entry(key, value)
         self.core.publish(key, value)
         self.link.wake()

@@ -91,7 +91,7 @@ def without_effect(translation: Translation) -> Iterator[str]:
 
 
 def defaults(launch: Launch, translation: Translation) -> Iterator[tuple[str, ...]]:
-    """Flags for what slime does unless it is told otherwise."""
+    """Flags for those defaults of slime that differ from ours."""
     given = {name: values for name, values, _ in grouped(launch.arguments)}
     supervised = ("--loss-type", "sft_loss") in {option.argv for option in translation.options}
     wanted = {**_DEFAULTS, **({} if supervised else _ROLLOUT_DEFAULTS)}

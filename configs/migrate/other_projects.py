@@ -4,7 +4,7 @@ What each key becomes stands in `projects/*.toml`, as data, and where values mus
 recognised by keys that only one of the projects has.
 
 Invariants: every key of a file is answered: by flags, as what happens anyway, in a sentence, or as unknown by its name;
-what the project does without being told is added where we do otherwise; nothing of a file is run.
+defaults of the project that differ from ours are added; nothing of a file is run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROJECTS: Final = Path(__file__).parent / "projects"
 _EVALUATION: Final = re.compile(r"eval-|n-samples-per-eval-prompt|skip-eval")
 _REFERENCE: Final = re.compile(r"\$\{(\w+(?:\.\w+)+)\}")
 _NOTHING: Final = (None, "null", "None")
-Found = tuple[tuple[str, ...], Answer | None]  # keys, and what becomes of them; None: nobody knows them
+Found = tuple[tuple[str, ...], Answer | None]  # keys, and what becomes of them; None: unknown keys
 
 
 class OnlyIf(Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class Project(Struct, frozen=True, forbid_unknown_fields=True):
     `marks`: keys by which a file is known. `renamed`: earlier names. `flags`: key -> flags that take the same values,
     with ? those that 0 and less turn off there and leaving them out does here. `choices`: key -> value -> flags.
     `taken`: what happens anyway; with a value, only with that one. `not_here`: what to do instead. `defaults` and
-    `added`: what it does unless it is told otherwise, where we do not.
+    `added`: defaults of the project that differ from ours.
     """
 
     name: str

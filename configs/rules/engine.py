@@ -62,7 +62,7 @@ def _plain_faults(config: Config) -> Iterator[str]:
         for address in addresses:
             if _remote(address) and address.startswith("http:") and not config.engine.allow_plain_engines:
                 yield (
-                    f"{name} {address} is another machine without TLS: whoever can read its network reads prompts, "
+                    f"{name} {address} is another machine without TLS: anyone who can read its network reads prompts, "
                     "responses and the engines' token; give an https:// address, or --allow-plain-engines on a "
                     "network that you trust"
                 )

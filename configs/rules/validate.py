@@ -37,7 +37,7 @@ _PAIRS: Final = (
     ("correction.tis_seq_low", "correction.tis_seq_high"),
     ("data.curriculum_low", "data.curriculum_high"),
 )
-# Conditions that must not hold together, and why; what to do is to leave one of them out, unless it is said.
+# Conditions that must not hold together, and why. The cure is to leave one of them out, unless another is given.
 _CONTRADICTIONS: Final = (
     ("--kl-coef above 0", "--use-kl-loss",
      "both hold the policy near the reference, once in the reward and once in the loss"),

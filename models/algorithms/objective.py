@@ -153,7 +153,7 @@ def _alone(tokens: PolicyTokens, loss: Tensor, means: Mapping[str, Tensor]) -> O
 
 
 # --------------------------------------------------------------------------------------------------
-# What a micro-batch tells of itself, for `metrics.MetricTotals`. Mismatch is measured over trainable tokens before
+# Figures of a micro-batch, for `metrics.MetricTotals`. Mismatch is measured over trainable tokens before
 # rejection and truncation.
 
 

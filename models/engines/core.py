@@ -1,6 +1,6 @@
 """The seam between a server and its engine: the calls of `EngineCore`, and the record of one response.
 
-All inference engines speak SGLang's HTTP protocol. A generate stage imports `client` and `protocol` (no torch). `serve`
+All inference engines have SGLang's HTTP protocol. A generate stage imports `client` and `protocol` (no torch). `serve`
 starts a server of that protocol over one of two engines: `embedded` (a torch model with continuous batching) or
 `simulated` (a latency model). Real SGLang servers need only `launch`.
 

@@ -1,6 +1,6 @@
 """How one parameter of Megatron-core is made of tensors of a Hugging Face checkpoint, and back.
 
-No Megatron here: names and arithmetic only. A rule speaks of whole tensors; `sharding` divides them.
+No Megatron here: names and arithmetic only. A rule maps whole tensors; `sharding` divides them.
 
 Invariants:
 - `Join.split(Join.join(pieces))` returns the pieces, bit by bit;

@@ -115,7 +115,7 @@ def together(otherwise: Exception, group: Any | None = None) -> Iterator[None]:
 class BackgroundSave:
     """What a thread of each process still writes of a checkpoint; the thread may outlive the main one.
 
-    `group`: over which the processes tell each other how it ended.
+    `group`: over which the processes exchange how it ended.
     """
 
     def __init__(self, group: Any | None = None) -> None:

@@ -235,7 +235,7 @@ class BatchNeeds:
     old_log_probs: bool = False  # log-probs under the weights of the batch's start
     values: bool = False  # of a critic
     advantages: bool = False  # of tokens, decided over the whole batch
-    student_is_sampler: bool = False  # the policy that KL in the reward and distillation speak of is mu
+    student_is_sampler: bool = False  # KL in the reward and distillation compare with mu
     statistics: Need = "none"  # of each optimizer step
 
 

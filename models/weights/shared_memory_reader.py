@@ -134,7 +134,7 @@ def fold_digests(digests: Iterable[bytes]) -> str:
 
 
 def _map(path: Path) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
-    """A file's bytes, and what tells this file from a later one of the same name."""
+    """A file's bytes, and an identity that a later file of the same name does not have."""
     with open_file(path) as file:
         status = os.fstat(file.fileno())
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)

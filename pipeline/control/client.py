@@ -1,6 +1,6 @@
 """`python launch.py COMMAND RUN` with one of `WHAT`: send a command to a running run, show its reply.
 
-`status` is plain text of at most 80 columns. Where no process answers, it tells what the files of the run tell:
+`status` is plain text of at most 80 columns. Where no process answers, it is made from the files of the run:
 
     starting    a process prepares the run
     stopping    a process writes the last files
@@ -175,7 +175,7 @@ def watch(run: Path, display: Display) -> RunStatus:
 
 
 def _asked(run: Path) -> RunStatus:
-    """The status that the run's process tells, else its files. Raises CommandRefused."""
+    """The status from the run's process, else from its files. Raises CommandRefused."""
     try:
         reply = ask(run, Status())
     except NotRunning:
@@ -186,7 +186,7 @@ def _asked(run: Path) -> RunStatus:
 
 
 def with_files(status: RunStatus) -> RunStatus:
-    """The status with what the directory tells beside it."""
+    """The status, with facts from the run directory."""
     rundir, step = RunDir(Path(status.run)), 0 if status.snapshot is None else status.snapshot.step
     if status.snapshot is None and rundir.metrics.is_file():
         step = max((int(row["step"]) for row in read_metrics(rundir.metrics)), default=0)

@@ -105,7 +105,7 @@ class QueueStatus(Struct, frozen=True):
 
 
 class RunStatus(Struct, frozen=True):
-    """Everything that `status` shows. A running run sends it; of others, its files tell the first six."""
+    """Everything that `status` shows. A running run sends all of it; files of a finished run give the first six."""
 
     run: str  # directory
     state: str  # starting, running, paused, stopping; of runs that have ended: pipeline/control/client.py

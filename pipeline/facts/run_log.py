@@ -1,8 +1,8 @@
-"""`run.log` in the run directory: all that the controller's terminal said, with date and time, over all starts.
+"""`run.log` in the run directory: all lines that the controller's terminal showed, with date and time, over all starts.
 
     2026-11-25 12:00:03.512 controller: step 10/500 | reward 0.412 | ...
 
-Lines come by `tell`, `said` and from the warnings of any logger of this process. A live table is not repeated here.
+Lines come from `show_line`, `log_line` and the warnings of all loggers of this process. A live table is not repeated.
 Invariants: a line is written once, at once; a disk that is full, or a directory that is gone, loses lines of the log
 and never ends the run; the log and the older file beside it have at most `MOST_BYTES` each.
 """
@@ -35,8 +35,8 @@ PROJECT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = tuple(f"{PROJECT / name}/" for name in ("configs", "models", "pipeline", "stages", "transport"))
 LINE: Final = "%(asctime)s.%(msecs)03d {}: %(message)s"
 
-_said = logging.getLogger("sluice.said")
-_said.setLevel(logging.INFO)
+_lines = logging.getLogger("sluice.lines")
+_lines.setLevel(logging.INFO)
 
 
 class _Log(RotatingFileHandler):
@@ -44,15 +44,15 @@ class _Log(RotatingFileHandler):
         """A log that cannot be written is lost: the run itself may still go on."""
 
 
-def said(line: str) -> None:
+def log_line(line: str) -> None:
     """Keep a line that the terminal showed."""
-    _said.info(line)
+    _lines.info(line)
 
 
-def tell(line: str) -> None:
+def show_line(line: str) -> None:
     """Show a line on the error output, and keep it."""
     sys.stderr.write(f"{line}\n")
-    said(line)
+    log_line(line)
 
 
 def show(text: str, value: object, *, as_json: bool) -> None:
@@ -65,7 +65,7 @@ def show(text: str, value: object, *, as_json: bool) -> None:
 def named(what: str, notice_s: float = 60.0) -> Iterator[None]:
     """Names, each minute, what this process does or waits for in the block, also where its event loop stands still."""
     began = time.monotonic()
-    with _each(notice_s, lambda: tell(f"waiting for {time.monotonic() - began:.0f} s: {what}")):
+    with _each(notice_s, lambda: show_line(f"waiting for {time.monotonic() - began:.0f} s: {what}")):
         yield
 
 
@@ -102,7 +102,7 @@ def loop_watched(loop: asyncio.AbstractEventLoop, notice_s: float = 60.0) -> Ite
         loop.call_soon_threadsafe(moved.set)
         if quiet and quiet % LOOKS == 0:
             place = _place(sys._current_frames()[loop_thread])
-            tell(
+            show_line(
                 f"waiting for {quiet // LOOKS * notice_s:.0f} s: {place} does not return, and the controller stands "
                 "still; if its disk hangs, a kill and --resume end it"
             )
@@ -120,20 +120,22 @@ def _place(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def run_log(directory: Path, process: str = "controller", level: str = "info") -> Iterator[None]:
-    """Keeps what is said during the block, with warnings of libraries, which also go to the error output. `level`:
+    """Keeps the lines of the block, with warnings of libraries, which also go to the error output. `level`:
     debug keeps all records, error leaves warnings out."""
-    log, errors, root = _Log(directory / RUN_LOG, "a", MOST_BYTES, 1, delay=True), logging.StreamHandler(), _said.root
+    log, errors, root = _Log(directory / RUN_LOG, "a", MOST_BYTES, 1, delay=True), logging.StreamHandler(), _lines.root
     log.setFormatter(logging.Formatter(LINE.format(process), "%Y-%m-%d %H:%M:%S"))
     errors.setLevel(logging.WARNING)
     handlers: tuple[logging.Handler, ...] = (log,) if root.handlers else (log, errors)
     before = root.level
-    root.setLevel(logging.WARNING if level == "info" else level.upper())  # what the terminal says is info already
+    root.setLevel(
+        logging.WARNING if level == "info" else level.upper()
+    )  # lines of the terminal have level info already
     for handler in handlers:
         root.addHandler(handler)
     try:
         yield
     except BaseException as error:
-        said(f"ends: {type(error).__name__}: {error}")
+        log_line(f"ends: {type(error).__name__}: {error}")
         raise
     finally:
         root.setLevel(before)

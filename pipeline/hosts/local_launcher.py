@@ -115,7 +115,7 @@ class KeptProcesses:
         return others
 
     def _attach(self) -> None:
-        """Hear of ends in the event loop that runs."""
+        """Receive the ends of processes in the running event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop

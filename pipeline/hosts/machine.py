@@ -196,7 +196,7 @@ def last_line(log: Path, start: int = 0, *, error: bool = False) -> str:
     with contextlib.suppress(OSError), open_file(log) as file:  # no log, no lines
         file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    stripped = (line.strip() for line in text.splitlines())  # the line of a start tells nothing of the end
+    stripped = (line.strip() for line in text.splitlines())  # the line of a start is no reason for the end
     lines = [visible(line) for line in stripped if line and " starts: pid " not in line]
     named = [line for line in lines if _ERROR.match(line)] if error else []
     return (named or [line.split(": ", 1)[-1] for line in lines] or ["no output"])[-1][:500]

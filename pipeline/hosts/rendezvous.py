@@ -159,7 +159,7 @@ def host_id() -> str:
 
 
 def publish_files(topic: TopicServer, checkpoint: str) -> None:
-    """Tell other hosts whose files they do not see, and give them the small ones of the checkpoint."""
+    """Name the hosts whose files other hosts do not see, and send the checkpoint's small files there."""
     topic.publish(HOST_KEY, host_id().encode())
     for pattern in CHECKPOINT_FILES:
         for path in Path(checkpoint).glob(pattern):

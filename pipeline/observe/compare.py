@@ -5,7 +5,7 @@ round, so that another load of the machine falls on all of them. A warm start is
 The command says which mode to take, and why; it changes nothing.
 
 The choice: the mode with the most trained rollouts per second. If an evaluation is configured and another mode scores
-higher at equal time by more than the rounds differ, that is said as well.
+higher at equal time by more than the rounds differ, the advice mentions it.
 
 `compare RUN RUN ...`: runs side by side: the settings that differ, and the main figures. Figures of a run that has
 ended are those of its `summary.json`. Of one that goes on, or was killed, they come from `metrics.jsonl`, and what that

@@ -24,7 +24,7 @@ from configs.load import CONFIG_FILE
 from models.checkpoint import MANIFEST_FILE, read_manifest, resumable_checkpoint, verify_files
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.run_log import tell
+from pipeline.facts.run_log import show_line
 from pipeline.observe.table import number
 from pipeline.record.kept_files import MODEL_DIR
 from pipeline.record.metrics import read_metrics, scores
@@ -37,7 +37,7 @@ ALONE: Final = (
 )
 QUIET: Final = ("--no-use-tensorboard", "--no-use-plot", "--no-trace")
 OWN: Final = ("run.resume", "train.hf_checkpoint", "rollout.num_rollout", "rollout.num_epoch", "eval.eval_interval")
-DEADLINE_S: Final = 7 * 86400  # nobody waits for the engines
+DEADLINE_S: Final = 7 * 86400  # effectively none: no training waits for the engines
 
 
 def main(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
@@ -50,7 +50,9 @@ def main(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     arguments = parse(flags)
     given = arguments.layer
     if taken := [label for key, label in given.labels.items() if key in OWN]:
-        raise UsageError(f"{', '.join(taken)}: eval trains nothing and is told its checkpoint; leave it out")
+        raise UsageError(
+            f"{', '.join(taken)}: eval trains nothing and takes its checkpoint as an argument; leave it out"
+        )
     place = Path(given.values.get("run.run_dir", time.strftime("runs/eval-%Y%m%d-%H%M%S")))
     deadline = [] if "eval.eval_deadline_s" in given.values else ["--eval-deadline-s", str(DEADLINE_S)]
     command = [*_source(own.checkpoint), *QUIET, *flags, *deadline, *ALONE.split(), "--run-dir", str(place)]
@@ -71,7 +73,7 @@ def _source(name: str) -> list[str]:
     """Flags for the checkpoint and the settings of its run."""
     place = Path(name)
     if (place / CONFIG_FILE).is_file():
-        run, found = place, resumable_checkpoint(place / "checkpoints", tell)
+        run, found = place, resumable_checkpoint(place / "checkpoints", show_line)
         if found is None:
             raise UsageError(f"{name}: the run has no checkpoint; set --save-interval, or give a model")
         place = found[0]

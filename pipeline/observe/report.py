@@ -12,7 +12,7 @@ from models.checkpoint import latest_checkpoint
 from models.disk import write_json
 from models.fault_injection import injected
 from pipeline.facts.run_directory import read_fleet
-from pipeline.facts.run_log import said
+from pipeline.facts.run_log import log_line
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe import summary as summaries
@@ -52,7 +52,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> summaries.RunSu
     resume = f"python launch.py --resume {rundir.path}" if reason != "finished" else None
     text = summaries.closing_text(summary, made, rundir.tensorboard if config.observe.use_tensorboard else None, resume)
     sys.stdout.write(f"{visible(text)}\n")
-    said(visible(text))
+    log_line(visible(text))
     return summary
 
 

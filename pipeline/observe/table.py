@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.facts.run_log import said
+from pipeline.facts.run_log import log_line
 from pipeline.facts.stats import EngineRow, GoodputFigures, RunSnapshot, StageRow
 
 _WIDE: Final = 108  # columns from which the table shows everything
@@ -87,7 +87,7 @@ class PlainLog(AbstractContextManager["PlainLog"]):
         due = snapshot.step // self._every > self._shown // self._every or snapshot.step == snapshot.total_steps
         if (due or not self._shown) and snapshot.step != self._shown:  # the first step too, long before the next line
             self._shown = snapshot.step
-            said(line := plain_line(snapshot))
+            log_line(line := plain_line(snapshot))
             self.note(line)
 
     def note(self, message: str) -> None:

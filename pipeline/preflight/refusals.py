@@ -32,7 +32,7 @@ from models.engines.launch.options import dashed, router_faults, server_faults
 from models.errors import LaunchError
 from models.train.megatron.options import option_faults
 from pipeline.errors import NotHere, Refused, UsageError, user_error
-from pipeline.facts.run_log import tell
+from pipeline.facts.run_log import show_line
 from pipeline.hosts.machine import ROOT, child_environment, visible_gpus
 from stages.agents.worker import Hosted
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -151,7 +151,7 @@ def check_names(config: Config) -> None:
     except FilterNameError as error:
         faults.append(str(error))
     for rule in parse_rules(config.correction.rollout_rs):
-        tell(f"rejection: {rule.meaning}")  # the bounds of k1 are easily read the wrong way round
+        show_line(f"rejection: {rule.meaning}")  # the bounds of k1 are easily read the wrong way round
     named = Selection(config.reward).configured()
     faults += _name_faults(config, named)
     if not faults:
@@ -207,7 +207,7 @@ def check_functions(functions: tuple[str, ...], config: Config) -> None:
     except msgspec.DecodeError:
         raise UsageError(f"{what} ended its process without an answer; its error output stands above") from None
     for warning in warnings:
-        tell(f"warning: {warning}; the run starts all the same")
+        show_line(f"warning: {warning}; the run starts all the same")
     if faults:
         raise Refused(faults)
 
@@ -273,7 +273,7 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
     if faults := [*_sglang_faults(config, installed, wanted)]:
         raise Refused(faults)
     for line in sglang_warnings(config, installed) if warn and "server" in wanted else ():
-        tell(f"warning: {line}")
+        show_line(f"warning: {line}")
     return installed
 
 

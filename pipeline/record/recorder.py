@@ -22,7 +22,7 @@ from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
 from pipeline.facts.otel import ROOT, span_writer
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.run_log import named, said
+from pipeline.facts.run_log import log_line, named
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, RunSnapshot, StageStats, outage_text, visible
 from pipeline.record import journal
 from pipeline.record.goodput import Goodput, GroupOutcomes
@@ -134,7 +134,7 @@ class Recorder:
 
     def say(self, line: str) -> None:
         """A line for the user."""
-        said(visible(line))
+        log_line(visible(line))
         self.lines(visible(line))
 
     # ------------------------------------------------------------------ RunHooks

@@ -10,7 +10,7 @@
 - The controller, if it is killed, or fails after a checkpoint: the parent process of `--auto-resume` (auto_resume.py),
   from the last checkpoint, with the engines kept.
 - Workers of graders, tools and environments: the stage that owns them (stages/workers).
-- Nobody restarts: external engines and routers, which are watched until they answer again (external_servers.py);
+- Never restarted: external engines and routers, which are watched until they answer again (external_servers.py);
   replicas, ranks and engines of `--runner inprocess`; a trainer with `--colocate`; and what would only fail again: a
   user's mistake, a full disk, an exception of the train stage. The run ends then, but for external servers, and
   `--resume` continues it.

@@ -42,7 +42,7 @@ from typing import Any, Final, NamedTuple
 
 from models.errors import SlotDirectoryError
 from models.weights.slot_directory import PREFIX, DirectoryLease, remove_listed
-from pipeline.facts.run_log import run_log, tell
+from pipeline.facts.run_log import run_log, show_line
 from pipeline.hosts import die_with_parent
 from pipeline.hosts.die_with_parent import die_with, kill_group
 
@@ -253,7 +253,7 @@ class AutoResume:
 
     def _say(self, line: str) -> None:
         with run_log(self._run_dir, "auto-resume") if self._run_dir.is_dir() else contextlib.nullcontext():
-            tell(f"auto-resume: {line}")
+            show_line(f"auto-resume: {line}")
 
     def run(self) -> int:
         """Wait for the end of the run; its exit code, 128 and its number for a signal."""

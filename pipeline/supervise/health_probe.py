@@ -71,7 +71,7 @@ class HealthTracker:
 
 
 def no_complaint() -> None:
-    """Of a server about which nobody complains."""
+    """Interval for a server without complaints."""
 
 
 async def until(

@@ -243,7 +243,7 @@ class ServerSupervisor:
 
 
 class Waiting:
-    """Tells the user, at growing intervals, how long something has been loading."""
+    """Reports, at growing intervals, how long something has been loading."""
 
     def __init__(self, name: str, say: Callable[[str], None], doing: str = "loading") -> None:
         self.name, self.say, self.doing = name, say, doing

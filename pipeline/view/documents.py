@@ -1,6 +1,6 @@
 """What the page shows of a run, as JSON documents: of a running run and of one that has ended alike.
 
-Figures of a running run come from its control socket; all others from its files. What nobody knows is null, never 0.
+Figures of a running run come from its control socket; all others from its files. Unknown values are null, never 0.
 `RunDocuments` may be used from several threads; each call waits for the disk, and some for the control socket.
 """
 

@@ -82,7 +82,7 @@ async def _serve(given: argparse.Namespace) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(documents: RunDocuments, port: int, looks: str, steers: str = "") -> AsyncIterator[int]:
-    """Serve for the time of the block; the port. `looks`, `steers`: tokens, of which an empty one lets nobody in.
+    """Serve for the time of the block; the port. `looks`, `steers`: tokens, an empty one admits no request.
     Raises UsageError."""
     app = web.Application(client_max_size=MOST_BYTES, middlewares=[_guard(looks, steers)])
     app.add_routes(_routes(documents, steers))
@@ -182,7 +182,7 @@ def _routes(documents: RunDocuments, steers: str) -> list[web.RouteDef]:
         if request.content_type != "application/json":
             return _refused(415, "a command is application/json")
         command = _command(msgspec.json.decode(await request.read(), type=_Steer))
-        ok, lines = await asyncio.to_thread(_told, documents.path, command)
+        ok, lines = await asyncio.to_thread(_run_command, documents.path, command)
         return _answer({"ok": ok, "lines": lines})
 
     return [
@@ -211,7 +211,7 @@ def _command(wanted: _Steer) -> Command:
     return command
 
 
-def _told(run: Path, command: Command) -> tuple[bool, Sequence[str]]:
+def _run_command(run: Path, command: Command) -> tuple[bool, Sequence[str]]:
     """Send a command; whether it was done, and what the run says of it."""
     try:
         reply = ask(run, command)

@@ -9,7 +9,7 @@ that ends the turn included. All else (users, tools, the template's markup aroun
     context  spans of the label that are not learned, [start, end) in characters
 
 Invariants: the same row gives the same prompt each time; prompt + label is a beginning of the whole rendered chat; a
-chat whose turns cannot be told apart in it is refused.
+chat is refused if its turns cannot be separated in it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One engine in the hands of the engines stage: its weights, its memory, and the directory entry that tells of both.
+"""One engine as the engines stage controls it: its weights, its memory, and its directory entry, which has both.
 
-An update goes: verify the announced slot, wait for the engine's turn, pause, load, verify, resume, prove, tell. The
+An update goes: verify the announced slot, wait for the engine's turn, pause, load, verify, resume, prove, announce. The
 order has reasons. The slot is verified while the engine still generates, for reading gigabytes takes long, and so does
 one of our engines load it into a second set of tensors; all engines do this beside each other. An engine is paused
 before the first tensor is replaced: a request that runs meanwhile would compute one token with layers of two versions.
@@ -207,7 +207,7 @@ class EngineControl:
         """One attempt to load a version. Waits for its turn and, after a failure, for the next attempt."""
         if self.current is not None:  # an engine that does not serve needs no turn
             # Ahead of the turn comes what does not stop the engine. Nothing is published, so the trainer may overwrite
-            # the slot meanwhile: what goes wrong is found, and told, in the turn.
+            # the slot meanwhile: a fault is found and reported in the turn.
             with contextlib.suppress(EngineError, WeightsError):
                 route, here = await self._route(topic, announcement)
                 await route.ahead(client, here)

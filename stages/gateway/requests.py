@@ -8,7 +8,7 @@ Bodies are bounded: how large, how many at a time, how slowly. Threads read the 
 - neither JSON nor a tokenizer holds up the event loop for a long body, and a short body never waits for a long one.
 
 A field is either honoured, or has no effect and stands so in docs/gateway.md, or is refused with its name. Unknown
-fields have no effect: clients send fields of providers that nobody documents.
+fields have no effect: clients send undocumented fields of providers.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class GroupStage(Stage):
             detail = f"insufficient_members: {counted} of {total}; {'; '.join(errors)[:300]}"
             if counted + sum(sample.status == "aborted" for sample in closing(slice_.samples)) < needed:
                 return settlement(slice_, "failed", detail)
-            # It grew too old, or the run stops, of which generate can hear before this stage: a resume sends it again.
+            # It grew too old, or the run stops, which generate may learn before this stage: a resume sends it again.
             refusal = self._gate.refusal(self._state.version, slice_.samples)
             return settlement(slice_, *(refusal or ("discarded", detail)))
         new = [error for error in errors if error not in self._logged]  # each once: the metrics only count them

@@ -2,9 +2,9 @@
 
 It is the only writer of the ledger, so there is one replica of it, and it lives in the controller's process.
 
-Invariants: a group id is admitted once; its terminal state is journalled before anything else hears of it; a checkpoint
-is committed with the ledger exactly as it was after the trainer's step of that checkpoint, because the trainer's
-reports arrive in one ordered stream.
+Invariants: a group id is admitted once; its terminal state is journalled before any other part is notified; a
+checkpoint is committed with the ledger exactly as it was after the trainer's step of that checkpoint, because the
+trainer's reports arrive in one ordered stream.
 """
 
 from __future__ import annotations

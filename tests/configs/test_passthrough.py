@@ -95,7 +95,7 @@ def test_right_combinations_pass() -> None:
     (f"{ADDRESSES} --mode sync --colocate", "but engines that run already keep theirs; leave out --colocate"),
     ("--router-address h:1", "--router-address holds 'h:1', but an address must have the form http://host:port"),
     ("--router-address http://localhost:1 --router none", "--router is none, but --router-address names one"),
-    ("--rollout-external-engine-addrs http://10.0.0.1:1", "is another machine without TLS: whoever can read"),
+    ("--rollout-external-engine-addrs http://10.0.0.1:1", "is another machine without TLS: anyone who can read"),
     ("--router-address http://h:1", "give an https:// address, or --allow-plain-engines on a network"),
     ("--frozen-engine judge=http://h:1", "--frozen-engine http://h:1 is another machine without TLS"),
     ("--router-policy least_loaded", "but a router (sglang) stands in front of the engines; add --router none"),

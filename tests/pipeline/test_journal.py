@@ -37,7 +37,7 @@ from models.weights.layout import read_layout
 from pipeline.control.client import _address
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir, read_fleet
-from pipeline.facts.run_log import run_log, said, tell
+from pipeline.facts.run_log import log_line, run_log, show_line
 from pipeline.facts.trace import read_records
 from pipeline.observe.summary import read_summary
 from pipeline.record.journal import (
@@ -434,10 +434,10 @@ def test_the_log_of_a_run_goes_on_over_starts_and_keeps_warnings_and_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with run_log(tmp_path):
-        tell("one")
+        show_line("one")
         logging.getLogger("some.library").warning("careful")
     with contextlib.suppress(ZeroDivisionError), run_log(tmp_path):
-        said("two")
+        log_line("two")
         raise ZeroDivisionError("of a defect")
     lines = [line.split(" controller: ") for line in (tmp_path / "run.log").read_text().splitlines()]
     assert [text for _, text in lines] == ["one", "careful", "two", "ends: ZeroDivisionError: of a defect"]
@@ -446,7 +446,7 @@ def test_the_log_of_a_run_goes_on_over_starts_and_keeps_warnings_and_the_end(
     monkeypatch.setattr("pipeline.facts.run_log.MOST_BYTES", 1000)
     with run_log(tmp_path):
         for number in range(100):
-            said(f"line {number}")
+            log_line(f"line {number}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.log", "run.log.1"]
     assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
     assert (tmp_path / "run.log").read_text().endswith("line 99\n")
@@ -466,10 +466,10 @@ def test_the_level_decides_what_loggers_add_and_never_what_the_run_says(
 ) -> None:
     """In a process of its own: pytest has handlers."""
     program = (
-        "import logging, sys\nfrom pathlib import Path\nfrom pipeline.facts.run_log import run_log, said\n"
+        "import logging, sys\nfrom pathlib import Path\nfrom pipeline.facts.run_log import run_log, log_line\n"
         "log = logging.getLogger('some.library')\n"
         "with run_log(Path(sys.argv[1]), level=sys.argv[2]):\n"
-        "    said('step'); log.debug('fine'); log.info('notes'); log.warning('careful')\n"
+        "    log_line('step'); log.debug('fine'); log.info('notes'); log.warning('careful')\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path), level]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
@@ -481,5 +481,5 @@ def test_the_level_decides_what_loggers_add_and_never_what_the_run_says(
 def test_a_log_without_room_ends_nothing(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.log").symlink_to(place)
     with run_log(tmp_path):
-        tell("shown")
+        show_line("shown")
     assert capsys.readouterr().err == "shown\n"

@@ -172,7 +172,7 @@ class HubCore:
         return [probe for probe in probes if self._routes[probe.route].connected]
 
     def close(self) -> None:
-        """Say goodbye to all peers and admit none; `peerless` tells when all have answered."""
+        """Say goodbye to all peers and admit none; `peerless` is true when all have answered."""
         self.closing = True
         self._out.extend(Send(route, wire.Fin()) for route in self._routes)
 

@@ -223,7 +223,7 @@ _NAMES: Final = {"session": "manual"}  # ours -> theirs, where they differ
 
 
 def policy_of(config: Config) -> Policy:
-    """How an engine is chosen, with `auto` decided: turns of one rollout go to one engine, whoever asks for them."""
+    """How an engine is chosen, with `auto` decided: all turns of a rollout go to one engine."""
     policy = config.router.router_policy
     if policy != "auto":
         return policy

@@ -25,7 +25,7 @@ from models.engines.launch.environment import Installed, Option, Part
 _LOOPBACK = "Sluice chooses where engines listen: on the loopback address unless the run has other hosts; leave it out"
 _WORKERS = "Sluice adds an engine when it carries the published weights, and takes it out when it is lost; leave it out"
 _RETRIES = "the generate stage alone repeats a request, from its partial output; see --max-retries, and leave it out"
-_PROTOCOL = "the generate stage speaks plain HTTP with JSON; leave it out"
+_PROTOCOL = "the generate stage uses plain HTTP with JSON; leave it out"
 _KEYS = "each run makes a token of its own, which no command line shows; leave it out"
 
 _OF_SERVER: Final[Mapping[str, str]] = {

@@ -201,14 +201,14 @@ def _attend(
     # Split at one time: the gradient of a slice would be as large as the whole, for each of them.
     queries, keys, values = (_split(one, segments) for one in (query, key, value))
     parts = []
-    for own, seen, said, segment in zip(queries, keys, values, segments, strict=True):
+    for own_queries, seen_keys, seen_values, segment in zip(queries, keys, values, segments, strict=True):
         mask = None
         if segment.prompt is not None:
-            seen = torch.cat([keys[segment.prompt], seen], dim=2)
-            said = torch.cat([values[segment.prompt], said], dim=2)
+            seen_keys = torch.cat([keys[segment.prompt], seen_keys], dim=2)
+            seen_values = torch.cat([values[segment.prompt], seen_values], dim=2)
             # A single token sees all; a mask would only keep it from the faster kernels.
-            mask = causal_lower_right(segment.length, seen.shape[2]) if segment.length > 1 else None
-        parts.append(sdpa_attention_forward(module, own, seen, said, mask, **kwargs)[0])
+            mask = causal_lower_right(segment.length, seen_keys.shape[2]) if segment.length > 1 else None
+        parts.append(sdpa_attention_forward(module, own_queries, seen_keys, seen_values, mask, **kwargs)[0])
     return torch.cat(parts, dim=1).unflatten(1, (query.shape[0], query.shape[2]))[0], None
 
 
@@ -216,10 +216,10 @@ def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, of: Varlen, scale
     """[B, L, heads, d], by a kernel whose causal order lets the last token of a segment see all of it."""
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    asking, seen, said = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
+    queries, keys, values = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
     if of.seen is not None:
-        seen, said = seen.index_select(0, of.seen), said.index_select(0, of.seen)
-    attended = _kernel()(asking, seen, said, of.ends, of.seen_ends, of.longest, of.longest_seen, scale=scale)
+        keys, values = keys.index_select(0, of.seen), values.index_select(0, of.seen)
+    attended = _kernel()(queries, keys, values, of.ends, of.seen_ends, of.longest, of.longest_seen, scale=scale)
     return attended.unflatten(0, (query.shape[0], query.shape[2]))
 
 

@@ -81,7 +81,7 @@ Index = dict[str, Entry]
 
 
 class Written(Struct, frozen=True):
-    """Says that one process's files are on disk, or why they are not."""
+    """Reports that one process's files are on disk, or why they are not."""
 
     places: list[tuple[str, tuple[int, ...], str, int, int]] = []  # tensor, offsets, file, start, length
     error: str | None = None

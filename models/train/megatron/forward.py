@@ -30,7 +30,7 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
     The stage before has set its own with `set_input_tensor`.
     """
     packed = None
-    if inputs.ends is not None:  # how a flat row tells its sequences apart
+    if inputs.ends is not None:  # ends of the sequences in a flat row
         from megatron.core.packed_seq_params import PackedSeqParams
 
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=inputs.ends, cu_seqlens_kv=inputs.ends)
@@ -115,7 +115,7 @@ def of_all_tokens(values: Tensor, inputs: ModelInputs, group: Any) -> Tensor:
 # - all processes of a replica are given the same micro-batches, and all replicas equally many;
 # - losses are numerators and are divided by nothing; gradients are added to those that are there, and no process sends
 #   them to another: that is done once for a step, by the optimizer;
-# - micro-batches may differ in shape: stages tell each other before they send.
+# - micro-batches may differ in shape: stages exchange shapes before they send.
 
 
 # What is wanted of one micro-batch on the last stage: (its number, hidden states, inputs) -> scalar with a graph, or

@@ -76,7 +76,7 @@ def global_name(name: str, model: Any, first_expert: int) -> str:
 # Whole parameters out of the parts that processes hold: over tensor, expert and pipeline parallel, bucket by bucket.
 #
 # Every process of every replica does the same collectives in the same order: the plan is made of names that all derive
-# from the architecture, and of shapes and owners that pipeline stages tell each other once.
+# from the architecture, and of shapes and owners that pipeline stages exchange once.
 #
 # Invariant: no more than a bucket of whole parameters exists beside the model, or one parameter if that is larger.
 

@@ -2,8 +2,9 @@
 
 How sequences of one row are kept apart:
 - one sequence in every row: nothing is needed, padding stands at the right end, where causal attention cannot see it;
-- several units: position ids restart at 0; whom a token sees follows from the restarts;
-- responses after a common prompt: `unit` and `branch` tell who may be seen. Each continues the positions of its prompt.
+- several units: position ids restart at 0; what a token attends to follows from the restarts;
+- responses after a common prompt: `unit` and `branch` say which tokens a token attends to. Each response continues the
+  positions of its prompt.
 
 No torch here.
 """

@@ -20,7 +20,7 @@ import msgspec
 from configs.schema import Config, generates
 from models.errors import first_line
 from pipeline.errors import UsageError
-from pipeline.facts.run_log import tell
+from pipeline.facts.run_log import show_line
 from pipeline.hosts.launcher import SharedFiles, at_most
 from pipeline.hosts.machine import ROOT
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, gone
@@ -60,9 +60,9 @@ def connected(config: Config) -> Iterator[RayPlacement]:
                 "HTTP: whoever can read it reads prompts, responses and the engines' token; add --allow-plain-engines "
                 "on a network that you trust"
             )
-        tell(f"ray: {'; '.join(node.words() for node in found)}")
+        show_line(f"ray: {'; '.join(node.words() for node in found)}")
         for note in placements.check(found):
-            tell(f"warning: {note}")
+            show_line(f"warning: {note}")
         yield placements
     finally:
         ray.shutdown()

@@ -53,8 +53,8 @@ class Command:
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Waits for the program's end; unblocked by it or by the deadline."""
-        said = [message.content for message in task.messages if message.role == "user"]
-        prompt = "\n".join(filter(None, said))
+        texts = [message.content for message in task.messages if message.role == "user"]
+        prompt = "\n".join(filter(None, texts))
         names = {"prompt": prompt, **{name: getattr(endpoint, name) for name in ("model", "base_url", "api_key")}}
         with _new_home(getattr(self, "once", None)) as home:  # set by the worker
             work = Path(home, "work")

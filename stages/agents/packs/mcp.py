@@ -6,8 +6,8 @@
     options = { command = ["python", "my_server.py"] }      # or url = "http://127.0.0.1:8000/mcp"
 
 The model calls the server's tools until it answers without a call; a grader scores the answer. A server started by
-`command` speaks on its standard output, so it must print nothing else there. Each episode has its own connection, and
-with `command` its own server; with `shared = true` all episodes of a process share them.
+`command` writes the protocol to its standard output, so it must print nothing else there. Each episode has its own
+connection, and with `command` its own server; with `shared = true` all episodes of a process share them.
 
 The library requires that a session ends in the task that began it, but many tasks call an environment. So one thread
 has an event loop with one task for each session, which lives as long as the session.
