@@ -22,9 +22,10 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
+from transport.bodies import body_buffer
 from transport.codec import Buffer, checksum
 from transport.errors import BlobGone, DecodeError, LinkLost, LinkRefused, TransportError, UsageError
-from transport.port import CorePort, body_buffer
+from transport.port import CorePort
 from transport.wire import PROTOCOL, AnyMessage, Body, ByteChunk, ByteRefusal, ByteRequest
 
 CHUNK_BYTES = 1 << 20

@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-import zmq
-
 from transport.awake import awake_clock
-from transport.codec import Buffer, Frames
+from transport.bodies import body_buffer as body_buffer
+from transport.bodies import body_frames as body_frames
+from transport.bodies import packed
 from transport.core.session import PeerCore
 from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
 from transport.wire import AnyMessage, Body, Hello, ToHub, ToTopic
@@ -82,17 +82,6 @@ class Link(ABC):
 
 
 C = TypeVar("C", bound=PeerCore)
-
-
-def body_frames(body: Body) -> Frames:
-    """The bytes of a body: one frame, or a tuple of frames."""
-    frames = body if isinstance(body, tuple) else (body,)
-    return tuple(frame.buffer if isinstance(frame, zmq.Frame) else frame or b"" for frame in frames)
-
-
-def body_buffer(body: Body) -> Buffer:
-    """The bytes of a body of one frame."""
-    return body_frames(body)[0]
 
 
 class Timed(Protocol):
@@ -207,10 +196,10 @@ class PeerPort(CorePort, Generic[C]):
             self.session.say_hello(self.now())
 
     def send_all(self, out: Sequence[tuple[ToHub | ToTopic, Body]]) -> None:
-        for message, body in out:
+        for route, message, body in packed((b"", *sent) for sent in out):
             if isinstance(message, Hello):
                 self.link.discard_unsent()
-            self.link.send(b"", message, body)
+            self.link.send(route, message, body)
 
     def note_session(self) -> None:
         """Wake tasks that wait for the session to open, to end, or to fail."""

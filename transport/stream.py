@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar, cast
 
+from transport.bodies import body_frames, packed, unpacked
 from transport.codec import Codec, checksum, total
 from transport.core.hub import HubCore, Send
 from transport.core.peers import ConsumerCore, Delivery, ProducerCore
 from transport.errors import DecodeError, MessageInvalid, MessageTooLarge, UsageError
-from transport.port import CorePort, PeerPort, body_frames
+from transport.port import CorePort, PeerPort
 from transport.spec import DeadLetter, Held, HubStats
 from transport.wire import FRAMES_LIMIT, KEY_LIMIT, AnyMessage, Body, FromHub, Put, ToHub, encode
 
@@ -48,7 +49,7 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
                 f"message {key!r} has {size} bytes, max_message_bytes of stream {self._stream!r} is {limit}; "
                 f"raise it or send less"
             )
-        parcel = self.core.offer(key, size, checksum(*frames), frames)
+        parcel = self.core.offer(key, size, checksum(*frames), frames if len(frames) > 1 else frames[0])
         try:
             await self.promised(parcel)
         finally:
@@ -148,7 +149,9 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
     # Driven by the owner task.
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
-        self.core.on_message(self.now(), cast(FromHub, message), body)
+        now = self.now()
+        for part, its_body in unpacked(message, body):
+            self.core.on_message(now, cast(FromHub, part), its_body)
 
     def flush(self, now: float) -> None:
         self.send_all(self.core.flush(now))
@@ -252,12 +255,13 @@ class Hub(CorePort):
     # Driven by the owner task.
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
-        size = message.size if isinstance(message, Put) else 0
-        if isinstance(message, Put) and (body is None or total(body_frames(body)) != size):
-            reason = f"body is not of the {size} bytes that its header says"
-            self._quarantine(route, message.key, encode(message), body, reason)
-            return
-        self.core.on_message(self.now(), route, cast(ToHub, message), body)
+        now = self.now()
+        for part, its_body in unpacked(message, body):
+            if isinstance(part, Put) and (its_body is None or total(body_frames(its_body)) != part.size):
+                reason = f"body is not of the {part.size} bytes that its header says"
+                self._quarantine(route, part.key, encode(part), its_body, reason)
+            else:
+                self.core.on_message(now, route, cast(ToHub, part), its_body)
 
     def on_malformed(self, route: bytes, frame: bytes) -> None:
         self._quarantine(route, "", frame[:4096], None, f"a frame of {len(frame)} bytes is no message of this protocol")
@@ -277,7 +281,7 @@ class Hub(CorePort):
             self._peerless.set()
 
     def _send_all(self, now: float, out: list[Send]) -> None:
-        for route, message, body in out:
+        for route, message, body in packed(out):
             if not self.link.send(route, message, body):
                 self.core.on_unreachable(now, route)
 

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from transport.bodies import body_buffer
 from transport.core.topic import Entries, TopicClientCore, TopicServerCore
 from transport.errors import LinkError, MessageInvalid, MessageTooLarge, UsageError
-from transport.port import CorePort, PeerPort, body_buffer
+from transport.port import CorePort, PeerPort
 from transport.wire import KEY_LIMIT, AnyMessage, Body, FromTopic, ToTopic
 
 VALUE_LIMIT = 64 << 20

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 3
+PROTOCOL = 4
 HEADER_LIMIT = 1 << 20
 KEY_LIMIT = 1024
 REASON_LIMIT = 4000
@@ -57,6 +57,12 @@ class Put(Struct, frozen=True, array_like=True, tag=2, gc=False):
     key: Name
     size: Count
     checksum: Count
+
+
+class Puts(Struct, frozen=True, array_like=True, tag=8, gc=False):
+    """Several small messages at once; their bodies lie end to end in the next frame."""
+
+    parts: tuple[Put, ...]
 
 
 class Ping(Struct, frozen=True, array_like=True, tag=3, gc=False):
@@ -132,6 +138,12 @@ class Work(Struct, frozen=True, array_like=True, tag=19, gc=False):
     key: Name
     size: Count
     checksum: Count
+
+
+class Works(Struct, frozen=True, array_like=True, tag=23, gc=False):
+    """Several small deliveries at once; their bodies lie end to end in the next frame."""
+
+    parts: tuple[Work, ...]
 
 
 class Settled(Struct, frozen=True, array_like=True, tag=20, gc=False):
@@ -225,8 +237,8 @@ class ByteRefusal(Struct, frozen=True, array_like=True, tag=66, gc=False):
     reason: Reason
 
 
-ToHub = Hello | Put | Ping | Report | Drain | Fin | FinAck
-FromHub = Welcome | Refuse | Accepted | Work | Settled | Who | End | Fin | FinAck
+ToHub = Hello | Put | Puts | Ping | Report | Drain | Fin | FinAck
+FromHub = Welcome | Refuse | Accepted | Work | Works | Settled | Who | End | Fin | FinAck
 ToTopic = Hello | TopicPut | TopicPing | Fin
 FromTopic = TopicSnapshot | TopicChange | TopicAck | Refuse | Who | FinAck
 FromBytes = ByteChunk | ByteRefusal
