@@ -1,6 +1,7 @@
 """Bodies as they travel: their frames, and batches.
 
-Small messages that leave together travel as one: one header for all, and one frame with their bodies end to end.
+Messages that leave together travel as one: one header for all, one frame with the small bodies end to end, and a frame
+for each other body.
 
 Nothing waits for others to come: a batch is what one flush has ready. The messages to one peer keep their order.
 """
@@ -8,21 +9,28 @@ Nothing waits for others to come: a batch is what one flush has ready. The messa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import zmq
 
 from transport.codec import Buffer, Frames
 from transport.wire import AnyMessage, Body, Put, Puts, Work, Works
 
-SMALL_BYTES = 8 << 10  # a larger body is cheaper in a frame of its own than joined and cut
-BATCH_ITEMS = 64  # headers with the longest keys, and bodies, stay below the limits of a frame
+SMALL_BYTES = 8 << 10  # part of the protocol; a larger body is cheaper in a frame of its own than joined and cut
+FITS_BYTES = 128 << 10  # a larger message goes alone, so that it is worked on while the next arrives
+BATCH_BYTES = 256 << 10  # enough for a batch; one that comes to it is sent
+BATCH_ITEMS = 64  # headers with the longest keys stay below their limit
 
 Outgoing = tuple[bytes, AnyMessage, Body]
-Run = list[tuple[Put | Work, bytes]]
+Run = list[tuple[Any, Any]]  # messages and bodies, all Put or all Work
 
 
 def body_frames(body: Body) -> Frames:
     """The bytes of a body: one frame, or a tuple of frames."""
+    if isinstance(body, bytes):
+        return (body,)
+    if isinstance(body, bytes):
+        return (body,)
     frames = body if isinstance(body, tuple) else (body,)
     return tuple(frame.buffer if isinstance(frame, zmq.Frame) else frame or b"" for frame in frames)
 
@@ -33,36 +41,45 @@ def body_buffer(body: Body) -> Buffer:
 
 
 def packed(out: Iterable[Outgoing]) -> list[Outgoing]:
-    """The same messages, with small ones that follow each other to one peer as one."""
+    """The same messages, with those that follow each other to one peer as one, but large ones."""
     sent: list[Outgoing] = []
-    runs: dict[bytes, Run] = {}
+    runs: dict[bytes, tuple[Run, int]] = {}  # and their bytes
     for route, message, body in out:
-        small = isinstance(message, Put | Work) and isinstance(body, bytes) and len(body) < SMALL_BYTES
-        if small:
-            runs.setdefault(route, []).append((message, body))
-        if route in runs and (not small or len(runs[route]) == BATCH_ITEMS):
-            sent.append(_joined(route, runs.pop(route)))
-        if not small:
+        run, size = runs.pop(route, ([], 0))
+        fits = isinstance(message, Put | Work) and message.size <= FITS_BYTES and isinstance(body, bytes | zmq.Frame)
+        if fits:
+            run.append((message, body))
+            size += message.size
+        if fits and size < BATCH_BYTES and len(run) < BATCH_ITEMS:
+            runs[route] = run, size
+        elif run:
+            sent.append(_joined(route, run))
+        if not fits:
             sent.append((route, message, body))
-    return sent + [_joined(route, run) for route, run in runs.items()]
+    return sent + [_joined(route, run) for route, (run, _) in runs.items()]
 
 
 def unpacked(message: AnyMessage, body: Body) -> Iterable[tuple[AnyMessage, Body]]:
-    """The messages of a batch. Each body is a copy, so that none keeps the memory of all; one that is shorter or longer
-    than its header says is told by its size."""
+    """The messages of a batch, or the one message. Small bodies are copies, so that none keeps the memory of others;
+    what is missing of a body is told by its size."""
     if not isinstance(message, Puts | Works):
         return ((message, body),)
-    data, start, parts = body_buffer(body), 0, list[tuple[AnyMessage, Body]]()
+    first, *rest = body if isinstance(body, tuple) else (body,)
+    small, large, start = body_buffer(first), iter(rest), 0
+    parts: list[tuple[AnyMessage, Body]] = []
     for part in message.parts:
-        end = start + part.size
-        parts.append((part, bytes(data[start : end if len(parts) + 1 < len(message.parts) else None])))
-        start = end
+        if part.size < SMALL_BYTES:
+            parts.append((part, bytes(small[start : start + part.size])))
+            start += part.size
+        else:
+            parts.append((part, next(large, None)))
     return parts
 
 
 def _joined(route: bytes, run: Run) -> Outgoing:
     if len(run) == 1:
         return route, *run[0]
-    parts, bodies = zip(*run, strict=True)
-    kind = Puts if isinstance(parts[0], Put) else Works
-    return route, kind(parts), b"".join(bodies)
+    small: bytes = b"".join(body for part, body in run if part.size < SMALL_BYTES)
+    large = [body for part, body in run if part.size >= SMALL_BYTES]
+    kind = Puts if isinstance(run[0][0], Put) else Works
+    return route, kind(tuple(part for part, _ in run)), (small, *large) if large else small

@@ -113,7 +113,7 @@ def checksum(*frames: Buffer) -> int:
 
 def total(frames: Frames) -> int:
     """Bytes of a body."""
-    return sum(map(len, frames))
+    return len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
 
 
 def _describe(info: msgspec.inspect.Type, seen: list[type]) -> str:

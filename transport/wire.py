@@ -60,7 +60,7 @@ class Put(Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Puts(Struct, frozen=True, array_like=True, tag=8, gc=False):
-    """Several small messages at once; their bodies lie end to end in the next frame."""
+    """Several messages at once; the small bodies lie end to end in the next frame, the others in one each."""
 
     parts: tuple[Put, ...]
 
@@ -141,7 +141,7 @@ class Work(Struct, frozen=True, array_like=True, tag=19, gc=False):
 
 
 class Works(Struct, frozen=True, array_like=True, tag=23, gc=False):
-    """Several small deliveries at once; their bodies lie end to end in the next frame."""
+    """Several deliveries at once; their bodies lie as those of Puts do."""
 
     parts: tuple[Work, ...]
 

@@ -26,7 +26,7 @@ import zmq.utils.monitor
 from transport.errors import AddressInvalid
 from transport.port import CorePort, Decode, Link
 from transport.security import BESIDE, SERVER, Address, in_use, prepare_ipc
-from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Body, Hello, Put, Work, encode
+from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Body, Hello, Put, Puts, Work, Works, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
 MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
@@ -38,6 +38,7 @@ HANDSHAKE_MS = 5000
 SEND_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)  # combining the enums at each send would cost as much as the send
 NOBLOCK = int(zmq.NOBLOCK)
 POLLIN = int(zmq.POLLIN)
+BODIES = (Put, Puts, Work, Works)
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -193,9 +194,9 @@ class ZmqLink(Link):
             # Bad UTF-8 is a ValueError and deep nesting a RecursionError, neither is a MsgspecError.
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
                 message = self._decode(header)
-        body = self._take_body(small=getattr(message, "size", 0) < COPY_BELOW) if frame.more else None
-        if body == () or (isinstance(body, tuple) and not isinstance(message, Put | Work)):
-            message, body = None, None  # more than a message may have; nothing else carries extras
+        body = self._take_body() if frame.more else None
+        if body == () or (isinstance(body, tuple) and not isinstance(message, BODIES)):
+            message, body = None, None  # more than a message may have; nothing else carries several frames
         if isinstance(message, Hello) and key != SERVER and message.replica not in key.split(BESIDE):
             message = None  # it takes another's name
         if message is None:
@@ -203,7 +204,7 @@ class ZmqLink(Link):
         else:
             self.endpoint.on_message(route, message, body)
 
-    def _take_body(self, *, small: bool) -> Body:
+    def _take_body(self) -> Body:
         """The frames behind the header; an empty tuple if they are more, or larger, than those of a message may be.
         They are read to the end in any case: the next message begins behind them."""
         frames: list[bytes | zmq.Frame] = []
@@ -215,7 +216,7 @@ class ZmqLink(Link):
             if count > FRAMES_LIMIT or left < 0:
                 frames = []
             else:
-                frames.append(frame.bytes if small else frame)
+                frames.append(frame.bytes if len(frame) < COPY_BELOW else frame)
         if count > FRAMES_LIMIT or left < 0:
             return ()
         return tuple(frames) if count > 1 else frames[0] if frames else None

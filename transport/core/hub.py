@@ -77,20 +77,17 @@ class HubCore:
         peer.silent_at = now + self.spec.lease_s
         peer.connected = True
         self._due[peer] = None
-        if isinstance(message, wire.Fin | wire.FinAck):
+        if isinstance(peer, ProducerPeer) and isinstance(message, wire.Put):  # the first two are most messages
+            self._put(peer, message, body)
+        elif isinstance(peer, ConsumerPeer) and isinstance(message, wire.Report):
+            self._report(peer, message)
+        elif isinstance(message, wire.Fin | wire.FinAck):
             self._leave(peer, blame=isinstance(message, wire.Fin) and message.blame)
             if isinstance(message, wire.Fin):
                 self._out.append(Send(route, wire.FinAck()))
-        elif isinstance(peer, ProducerPeer):
-            if isinstance(message, wire.Put):
-                self._put(peer, message, body)
-            elif isinstance(message, wire.Ping):
-                peer.wants_limits = True
-            else:
-                self.malformed += 1
-        elif isinstance(message, wire.Report):
-            self._report(peer, message)
-        elif isinstance(message, wire.Drain):
+        elif isinstance(peer, ProducerPeer) and isinstance(message, wire.Ping):
+            peer.wants_limits = True
+        elif isinstance(peer, ConsumerPeer) and isinstance(message, wire.Drain):
             peer.draining = True
             self.dispatch.abandon(peer)
         else:

@@ -142,8 +142,8 @@ class ConsumerCore(PeerCore):
 
     def _work(self, now: float, work: wire.Work, body: wire.Body) -> None:
         self.session.heard(now)
-        current = work.epoch == self.session.epoch and work.session == self.session.session
-        if not current or work.serial <= self.window.seen_items:
+        session = self.session
+        if work.epoch != session.epoch or work.session != session.session or work.serial <= self.window.seen_items:
             return
         self.window.see(work.serial, work.total_bytes)
         held = self.held.get(work.id)
