@@ -137,7 +137,8 @@ def _map(path: Path) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
     """A file's bytes, and an identity that a later file of the same name does not have."""
     with open_file(path) as file:
         status = os.fstat(file.fileno())
-        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        # Not populated: a version that is verified already is not read, and the threads that verify share the faults.
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         return np.frombuffer(mapped, dtype=np.uint8), (status.st_dev, status.st_ino, status.st_ctime_ns)
 
 

@@ -77,6 +77,7 @@ class EmbeddedEngine(EngineCore):
         self._memory = MemoryAccount()
         self._transformer = Transformer(spec, self._weights, length)
         self._prepared: tuple[str, str | None, Transformer] | None = None  # path, label, what computes with them
+        self._spare: Transformer | None = None  # on a CPU, where fresh memory costs more than the copy into it
         self.stepper = Stepper(self._transformer, self._cache, table, codec, label)
         facts = EngineFacts(
             engine="embedded",
@@ -140,8 +141,9 @@ class EmbeddedEngine(EngineCore):
             self._memory.check_load()
             prepared, self._prepared = self._prepared, None
             if prepared is not None and prepared[:2] == (path, label):
-                self.stepper.swap(lambda: self._transformer.become(prepared[2]), label)
+                self.stepper.swap(lambda: self._transformer.trade(prepared[2]), label)
                 self._weights = self._transformer.weights
+                self._spare = prepared[2] if self._weights.embed.device.type == "cpu" else None
             else:
                 self.stepper.swap(lambda: self._weights.load(Path(path)), label)
             self._memory.unloaded = False
@@ -149,11 +151,13 @@ class EmbeddedEngine(EngineCore):
         await self._between_requests(change, abort_all)
 
     async def prepare_weights(self, path: str, label: str | None) -> None:
-        self._prepared = None
-        if self.paused or self._memory.away or not self._weights.has_room():
+        spare = self._spare or (self._prepared and self._prepared[2])
+        self._prepared = self._spare = None  # the thread of a call that was cancelled may write to it still
+        # A set, unless it is there, and as much again for all else.
+        if self.paused or self._memory.away or not self._weights.has_room(2 if spare is None else 1):
             return
         length = self.facts.context_length
-        self._prepared = path, label, await asyncio.to_thread(self._transformer.beside, Path(path), length)
+        self._prepared = path, label, await asyncio.to_thread(self._transformer.beside, Path(path), length, spare)
 
     async def relabel(self, label: str) -> None:
         await self._ask(lambda: self.stepper.relabel(label))
@@ -183,7 +187,7 @@ class EmbeddedEngine(EngineCore):
         return self._load
 
     def _release(self, tags: Sequence[MemoryTag]) -> None:
-        self._prepared = None
+        self._prepared = self._spare = None
         news = self._memory.release(tags, paused=self.stepper.paused, running=self.stepper.running)
         if "kv_cache" in news:
             self.stepper.flush()  # retained prefixes are gone with the cache
