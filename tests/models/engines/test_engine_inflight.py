@@ -272,6 +272,36 @@ async def test_without_room_or_work_to_keep_up_nothing_is_prepared(
     assert loads[1:] == ["embedded-engine"]
 
 
+async def test_the_set_that_was_replaced_takes_the_next_version(
+    checkpoints: Checkpoints, embedded: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory is allocated for a version after the second set is there, unless it is short or was given back."""
+    paths = [str(checkpoints(seed=seed)) for seed in range(3)]
+
+    async def updated(number: int) -> int:
+        await embedded.prepare_weights(paths[number % 3], f"w{number}")
+        await embedded.update_weights(paths[number % 3], f"w{number}", False)
+        assert await embedded.checksums() == Bench(Path(paths[number % 3])).engine._weights.checksums()
+        return embedded._weights.embed.data_ptr()
+
+    first = embedded._weights.embed.data_ptr()
+    second = await updated(2)
+    assert [await updated(number) for number in range(3, 7)] == [first, second] * 2
+    await embedded.prepare_weights(paths[1], "not taken")
+    assert embedded._prepared
+    assert embedded._prepared[2].weights.embed.data_ptr() == first
+    assert await updated(7) == first, "what was prepared in vain is memory too"
+    assert embedded._spare
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path: "MemAvailable:   5 kB")
+        await embedded.prepare_weights(paths[2], "w8")
+    assert (embedded._spare, embedded._prepared) == (None, None)
+    await updated(8)
+    await embedded.pause("abort")
+    await embedded.release_memory(("weights",))
+    assert embedded._spare is None, "the memory is another process's now"
+
+
 async def test_weights_that_do_not_fit_are_refused_while_the_engine_goes_on(
     checkpoints: Checkpoints, embedded: EmbeddedEngine, tmp_path: Path
 ) -> None:
