@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -284,6 +285,26 @@ def test_a_version_is_verified_once_for_all_that_share_the_process(
         path.write_bytes(content)
         SlotReader(manifests[1], anew=False)
         assert sum(digested) == before + nbytes
+
+
+def test_a_version_that_is_verified_is_not_read_again(tmp_path: Path) -> None:
+    """To map its pages would take more than half the time of a copy."""
+
+    def resident() -> list[int]:
+        """kB of each mapping of the slot that only reads."""
+        found = re.findall(
+            r"r--s .*slot-0/model.safetensors\n(?:.*\n)*?Rss: *(\d+) kB", Path("/proc/self/smaps").read_text()
+        )
+        return [int(size) for size in found]
+
+    with slots_of(tmp_path) as writer:
+        manifest = publish(writer, 0)
+        first = SlotReader(manifest, anew=False)
+        [read] = resident()
+        assert 1024 * read >= writer.layout.file_bytes
+        second = SlotReader(manifest, anew=False)
+        assert sorted(resident()) == [0, read]
+        del first, second
 
 
 def count_digests(monkeypatch: pytest.MonkeyPatch, end: str) -> list[int]:
