@@ -46,10 +46,10 @@ def packed(out: Iterable[Outgoing]) -> list[Outgoing]:
     runs: dict[bytes, tuple[Run, int]] = {}  # and their bytes
     for route, message, body in out:
         run, size = runs.pop(route, ([], 0))
-        fits = isinstance(message, Put | Work) and message.size <= FITS_BYTES and isinstance(body, bytes | zmq.Frame)
-        if fits:
+        fits = False
+        if isinstance(message, Put | Work) and message.size <= FITS_BYTES and isinstance(body, bytes | zmq.Frame):
+            fits, size = True, size + message.size
             run.append((message, body))
-            size += message.size
         if fits and size < BATCH_BYTES and len(run) < BATCH_ITEMS:
             runs[route] = run, size
         elif run:
