@@ -119,6 +119,14 @@ def engine_count(config: Config) -> int:
     return config.run.scale.get("engine", 1)
 
 
+def evaluation_engines(config: Config) -> tuple[str, ...]:
+    """The engines that serve evaluations alone: the address of each, "" of one that the run starts. None of them:
+    evaluations share the engines of the rollouts."""
+    if not evaluates(config):
+        return ()
+    return config.eval.eval_external_engine_addrs or ("",) * config.eval.eval_engines
+
+
 def frozen_engines(config: Config) -> dict[str, str]:
     """Name -> checkpoint or address of the engines whose weights never change. Training alone asks none."""
     if not generates(config):

@@ -175,9 +175,9 @@ class Placement:
         self.run_generation = train.run_generation
         file = config.sglang.rollout_external_engine_token_file
         self.external_token = read_token(Path(file).expanduser()) if file is not None else None
-        engines, frozen = _engines(config)
+        engines, beside = _engines(config)
         self.engines = [self._disturbed(self._guarded(spec)) for spec in engines]
-        self.frozen = [self._guarded(spec) for spec in frozen]
+        self.beside = [self._guarded(spec) for spec in beside]  # engines that generate no rollouts
         self.built_in: dict[str, StageOptions] = {"train": train, "generate": generation, "agents": generation}
 
     def processes(self, counts: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -223,7 +223,7 @@ class Placement:
         )
 
     def _held_gpus(self) -> set[str]:
-        return {gpu for spec in (*self.engines, *self.frozen) for gpu in spec.gpus}
+        return {gpu for spec in (*self.engines, *self.beside) for gpu in spec.gpus}
 
     def engine(self, number: int) -> EngineSpec:
         """An engine that is added to a running run. Raises UsageError where no GPU is free for it."""
@@ -277,12 +277,13 @@ def threads(config: Config) -> int:
     worth = max(2, size // _BYTES_A_THREAD) if size else _MANY
     frozen = [place for place in flow.frozen_engines(config).values() if not flow.is_address(place)]
     ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
-    computing = flow.engine_count(config) + len(frozen) + ranks  # processes that compute most of the time
+    evaluating = flow.evaluation_engines(config).count("")
+    computing = flow.engine_count(config) + evaluating + len(frozen) + ranks  # processes that compute most of the time
     return max(1, min((os.cpu_count() or 1) // computing, worth))
 
 
 def _engines(config: Config) -> tuple[list[EngineSpec], list[EngineSpec]]:
-    """The engines that generate, and the frozen ones, with their ports and GPUs.
+    """The engines that generate, and those beside them, frozen or for evaluations alone, with their ports and GPUs.
 
     Their model is that of the flags, also in a resume: the checkpoint of the resume is pruned in time, and a later
     restart reads this path again. The weights are brought to an engine before its first prompt in any case.
@@ -293,7 +294,8 @@ def _engines(config: Config) -> tuple[list[EngineSpec], list[EngineSpec]]:
     started = 0 if addresses else count
     port, settings, seed = config.engine.engine_port, config.engine, config.run.seed
     checkpoints = {name: place for name, place in frozen.items() if not flow.is_address(place)}
-    gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(checkpoints))
+    evaluating = flow.evaluation_engines(config)
+    gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(checkpoints) + evaluating.count(""))
     if settings.engine == "sglang" and gpus:
         gpus = engines_gpus(config, gpus_to_divide(config), len(gpus))
     engines = [
@@ -312,4 +314,10 @@ def _engines(config: Config) -> tuple[list[EngineSpec], list[EngineSpec]]:
         kept.append(
             EngineSpec(f"frozen-{name}", settings, checkpoint, max_context, where, seed, frozen=name, gpus=gpus[i])
         )
+    for i, address in enumerate(evaluating):
+        at = started + len(checkpoints) + i
+        place: dict[str, Any] = {"external": address} if address else {"gpus": gpus[at]}
+        where = port + at if port and not address else 0
+        name = f"eval-engine-{i}"
+        kept.append(EngineSpec(name, settings, model_path, max_context, where, seed + at, evaluates=True, **place))
     return engines, kept

@@ -210,7 +210,9 @@ class Phase:
         self.lives = (*read_lives(rundir.episodes), self.start) if keeps_rollouts(config) else ()
         # The name cannot be guessed, so no other process can take it before the trainer does.
         name = f"{rundir.run_id}-{secrets.token_hex(8)}"
-        self.slots = slots_directory(name, rundir.path, self.config.train.hf_checkpoint)
+        self.slots = slots_directory(
+            name, rundir.path, self.config.train.hf_checkpoint, evaluated=self.config.eval.apart
+        )
         self.launcher = launchers(rundir, threads(self.config))
         self.placement = self._place()
 

@@ -34,7 +34,7 @@ from stages.prompts.stage import sampling_seed
 from stages.rollouts import closing, raw_rewards, rollouts, verdicts
 from stages.slime.convert import Evaluated
 from stages.slime.hooks import eval_data, eval_log, logged
-from stages.topic_values import KEYS, carrying
+from stages.topic_values import EVALUATION, KEYS, PINNED, POLICY, RELEASED, carrying, released
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -135,6 +135,7 @@ class EvaluateStage(Stage):
         self._held: dict[int, list[Lease[RolloutSlice]]] = {}  # until the result is in the ledger's stream
         self._changed = asyncio.Event()
         self._places = asyncio.Semaphore(0)  # of rollouts that may still be sent before others are answered
+        self._policy = EVALUATION if context.config.eval.apart else POLICY  # whose engines answer
         self._function = context.config.eval.eval_function_path is not None
 
     async def setup(self) -> None:
@@ -167,11 +168,11 @@ class EvaluateStage(Stage):
         """Waits for a pinned version (topic `weights/pinned/<version>`) to land, oldest first; runs until cancelled."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision, "weights/pinned/", "eval/released", "drain", *KEYS)
-            self.released = max(self.released, int(ports.topic.get("eval/released") or b"-1"))
-            pinned = sorted(int(key.rsplit("/", 1)[1]) for key in ports.topic.items("weights/pinned/"))
+            revision = await ports.topic.wait(revision, PINNED, RELEASED, "drain", *KEYS)
+            self.released = max(self.released, released(ports.topic))
+            pinned = sorted(int(key.removeprefix(PINNED)) for key in ports.topic.items(PINNED))
             for version in [v for v in pinned if v > self.released]:
-                carried = [entry.version for entry in carrying(ports.topic).values()]
+                carried = [entry.version for entry in carrying(ports.topic, self._policy).values()]
                 if ports.topic.get("drain") is None and not (carried and min(carried) >= version):
                     break
                 await self._evaluate(ports, version)
@@ -195,7 +196,7 @@ class EvaluateStage(Stage):
             await logged(*call, given, dict(metrics))
         self.released = version
         await ports.outlets["settle"].send(EvalDone(version, metrics, complete, detail), f"eval/{version}")
-        await ports.topic.publish("eval/released", str(version).encode())
+        await ports.topic.publish(RELEASED, str(version).encode())
         for old in [v for v in self._held if v <= version]:
             self._answers.pop(old, None)
             for lease in self._held.pop(old):

@@ -42,6 +42,10 @@ ORDER: Final = "order/"  # topic `order/<fetcher>/<engine>`: weights for an engi
 BROUGHT: Final = "brought/"  # topic `brought/<fetcher>/<engine>`: the progress of that order
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
+EVALUATION: Final = "policy, evaluated"  # the same, by engines that serve evaluations alone; no frozen model's name
+TRAINED: Final = (POLICY, EVALUATION)  # what is called by a version of the run
+RELEASED: Final = "eval/released"  # the newest version whose evaluation has ended
+PINNED: Final = "weights/pinned/"  # topic `weights/pinned/<version>`: the announcement of a version to evaluate
 
 
 def length_place(tokens: int) -> int:
@@ -152,9 +156,14 @@ def entries(topic: Readable, policy: str | None = None) -> dict[str, EngineEntry
     return {name: entry for name, entry in decoded.items() if entry.incarnation == current[name].incarnation}
 
 
-def carrying(topic: Readable) -> dict[str, EngineEntry]:
+def carrying(topic: Readable, policy: str = POLICY) -> dict[str, EngineEntry]:
     """Entries of the engines that carry weights of this run. An engine without weights delays no other."""
-    return {name: entry for name, entry in entries(topic, POLICY).items() if entry.version >= 0}
+    return {name: entry for name, entry in entries(topic, policy).items() if entry.version >= 0}
+
+
+def released(topic: Readable) -> int:
+    """The newest version whose evaluation has ended, -1 before any."""
+    return int(topic.get(RELEASED) or b"-1")
 
 
 async def updates_ended(topic: Topic, limit_s: float) -> None:
@@ -165,7 +174,7 @@ async def updates_ended(topic: Topic, limit_s: float) -> None:
     """
 
     def ended() -> bool:
-        return all(entry.fetching < 0 for entry in entries(topic, POLICY).values())
+        return all(entry.fetching < 0 for entry in entries(topic).values())
 
     await wait_until(topic, ended, *KEYS, limit_s=limit_s)
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.graph import replicas
+from configs.graph import evaluation_engines, replicas
 from configs.schema import Config
 
 # --------------------------------------------------------------------------------------------------
@@ -165,6 +165,7 @@ def gpus_of(config: Config) -> Gpus:
 
 def _engines(config: Config) -> int:
     count = 0 if config.sglang.rollout_external_engine_addrs else replicas(config).get("engine", 0)
+    count += evaluation_engines(config).count("")
     match config.engine.engine:
         case "sglang":
             return count * config.sglang.rollout_num_gpus_per_engine

@@ -20,7 +20,7 @@ from statistics import fmean
 
 from msgspec import Struct
 
-from configs.graph import frozen_engines, is_address, joined_to, path, replicas, streams
+from configs.graph import evaluation_engines, frozen_engines, is_address, joined_to, path, replicas, streams
 from configs.load import config_hash
 from configs.plan.goodput import attainable, lognormal_lengths, planned_workload
 from configs.plan.gpus import gpus_of, layout_of, trainer_processes
@@ -61,7 +61,8 @@ def make_plan(config: Config) -> Plan:
     """Plan a resolved configuration."""
     model, stages = known_model(config), _stages(config)
     frozen = tuple(_frozen(config, name, place) for name, place in frozen_engines(config).items())
-    started = sum(engine.started for engine in frozen) if _own_processes(config) else 0
+    started = sum(engine.started for engine in frozen) + evaluation_engines(config).count("")
+    started = started if _own_processes(config) else 0
     estimate = estimate_run(config, model) if model is not None else None
     return Plan(config, stages, _processes(config, stages) + started, estimate, frozen)
 
@@ -160,6 +161,8 @@ def _graph(plan: Plan) -> list[str]:
             lines.append(f"  generate -> {label[stream.consumer[0]]} -> generate   (loop, inlets of its own)")
     if "evaluate" in label:
         lines.append("  evaluate -> generate ... group -> evaluate   (held-out prompts, one pinned version)")
+        if evaluation_engines(plan.config):
+            lines.append("  generate <-> eval-engine   (HTTP, held-out prompts alone)")
     if "engine" in label:
         router = "router <-> " if _router(plan.config) else ""
         lines.append(f"  generate <-> {router}{label['engine']}   (HTTP)")
@@ -179,6 +182,9 @@ def _placement(plan: Plan) -> list[str]:
     if router := _router(plan.config):
         lines.append(f"  {'router':<12} x1   {router}")
     server = "process" if _own_processes(plan.config) else "thread"
+    if asked := evaluation_engines(plan.config):
+        what = f"{server} with an HTTP server" if "" in asked else f"not started here, asked at {', '.join(asked)}"
+        lines.append(f"  {'eval-engine':<12} x{len(asked):<3} {what}")
     for engine in plan.frozen:
         where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
         lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")

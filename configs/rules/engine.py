@@ -36,6 +36,12 @@ def fleet_faults(config: Config) -> Iterator[str]:
             "leave one of them out"
         )
     yield from _addresses("--rollout-external-engine-addrs", external)
+    yield from _addresses("--eval-external-engine-addrs", evaluating := config.eval.eval_external_engine_addrs)
+    for address in sorted({place.rstrip("/") for place in external} & {place.rstrip("/") for place in evaluating}):
+        yield (
+            f"--eval-external-engine-addrs holds {address!r}, as does --rollout-external-engine-addrs, but an engine "
+            "has one version at a time; give evaluations engines of their own"
+        )
     yield from _plain_faults(config)
     if not external:
         return
@@ -55,6 +61,7 @@ def _plain_faults(config: Config) -> Iterator[str]:
     """Addresses of other machines without TLS."""
     places = {
         "--rollout-external-engine-addrs": config.sglang.rollout_external_engine_addrs,
+        "--eval-external-engine-addrs": config.eval.eval_external_engine_addrs,
         "--router-address": filter(None, [config.router.router_address]),
         "--frozen-engine": filter(is_address, frozen_engines(config).values()),
     }

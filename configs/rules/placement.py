@@ -51,6 +51,7 @@ def scale_faults(config: Config) -> Iterator[str]:
         if stage.replicas > graph.MOST_REPLICAS:
             yield f"stage.{stage.name}.replicas is {stage.replicas}, above {graph.MOST_REPLICAS}, the most; set fewer"
     started = sum(not graph.is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
+    started += graph.evaluation_engines(config).count("")
     last = config.engine.engine_port + graph.engine_count(config) + started - 1
     if config.engine.engine_port and last > 65535:
         yield (

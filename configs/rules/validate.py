@@ -64,6 +64,11 @@ _CONTRADICTIONS: Final = (
     ("--colocate", "--rollout-external-engine-addrs",
      "engine and trainer take turns on their devices, but engines that run already keep theirs; leave out --colocate "
      "or --rollout-external-engine-addrs"),
+    ("--eval-engines above 0", "--eval-external-engine-addrs", "both say which engines evaluate"),
+    ("--eval-engines above 0 or --eval-external-engine-addrs", "--runner ray",
+     "weights are kept for an evaluation on the trainer's machine alone"),
+    ("--eval-engines above 0 or --eval-external-engine-addrs", "--colocate",
+     "engine and trainer take turns on their devices, and an evaluation would run in the trainer's turn"),
 )  # fmt: skip
 _OF_POLICY_LOSS: Final = ("algorithm.", "correction.", "critic.")  # supervised training does not judge by these
 _WORK: Final = ("train.loss_type", "debug.load_debug_rollout_data")  # which may need no engine

@@ -114,10 +114,19 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     eval_function_path: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
     """function that evaluates on its own, with slime's interface: (args, rollout_id, data_source, evaluation=True) ->
     rewards by data set"""
+    eval_engines: Annotated[Natural, ReadBy("--eval-prompt-data")] = 0
+    """engines that the run starts for evaluations alone; 0 = evaluations share the engines of the rollouts"""
+    eval_external_engine_addrs: Annotated[tuple[str, ...], ReadBy("--eval-prompt-data")] = ()
+    """engines that run already and serve evaluations alone, as http://host:port"""
     eval_deadline_s: Annotated[Positive, ReadBy("--eval-prompt-data")] = 300.0
     """give up on an evaluation after this many seconds"""
     skip_eval_before_train: Annotated[bool, ReadBy("--eval-prompt-data")] = False
     """no evaluation of the first weights"""
+
+    @property
+    def apart(self) -> bool:
+        """Whether evaluations have engines of their own."""
+        return bool(self.eval_engines or self.eval_external_engine_addrs)
 
     @property
     def data_sets(self) -> tuple[tuple[str, str], ...]:

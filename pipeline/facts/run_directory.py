@@ -223,11 +223,12 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         self.close()
 
 
-Kind = Literal["engine", "frozen", "router"]
+Kind = Literal["engine", "evaluation", "frozen", "router"]
 
 
 class EngineSpec(Struct, frozen=True):
-    """One engine. `frozen`: the name of its policy, for an engine that gets no new weights.
+    """One engine. `frozen`: the name of its policy, for an engine that gets no new weights. `evaluates`: it serves
+    evaluations alone.
 
     `external`: the address of a running engine, which is watched and never started or ended. `gpus`: the GPUs that it
     may see, as CUDA_VISIBLE_DEVICES names them; empty = as in the environment. `faults`: of `--fault-inject`. `token`:
@@ -242,6 +243,7 @@ class EngineSpec(Struct, frozen=True):
     port: int
     seed: int
     frozen: str = ""
+    evaluates: bool = False
     external: str = ""
     gpus: tuple[str, ...] = ()
     faults: FaultPlan | None = None
@@ -252,7 +254,7 @@ class EngineSpec(Struct, frozen=True):
 
     @property
     def kind(self) -> Kind:
-        return "frozen" if self.frozen else "engine"
+        return "frozen" if self.frozen else "evaluation" if self.evaluates else "engine"
 
     @property
     def ours(self) -> bool:
@@ -267,7 +269,7 @@ class ServerInfo(Struct, frozen=True):
     url: str
     incarnation: int
     version: str
-    role: str  # engine, frozen, router
+    role: str  # engine, evaluation, frozen, router
     metrics: str = ""  # address of its /metrics, if not under `url`
     token_file: str = ""  # of its token, while it runs; the run's router has the same token
 

@@ -200,12 +200,13 @@ OUTAGES: Final = {
     "engines": "the engines keep their weights until it is back",
     "fetcher": "the engines of its node keep their weights until it is back",
     "frozen": "its requests wait until it is back",
+    "evaluation": "its requests go to other engines of the evaluation, or wait until it is back",
 }
 
 
 def outage_text(config: Config, kind: str) -> str:
-    """What happens to the work of a process while it is down. `kind`: engine, frozen, router, or the name of a
-    stage."""
+    """What happens to the work of a process while it is down. `kind`: engine, evaluation, frozen, router, or the name
+    of a stage."""
     if kind in OUTAGES:
         return OUTAGES[kind]
     count = engine_count(config) if kind == "engine" else replicas(config).get(kind, 1)

@@ -203,7 +203,7 @@ def trainers_place(topic: TopicClient, options: TrainOptions, run_dir: str, conf
     if not elsewhere(topic):
         return options
     name = Path(options.slots).name.removeprefix(PREFIX)
-    here = slots_directory(name, Path(run_dir), config.train.hf_checkpoint)
+    here = slots_directory(name, Path(run_dir), config.train.hf_checkpoint, evaluated=config.eval.apart)
     return msgspec.structs.replace(options, slots=str(here))
 
 

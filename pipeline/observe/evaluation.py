@@ -33,7 +33,7 @@ ALONE: Final = (
     "--num-rollout 0 --mode sync --train-backend simulated --loss-type policy_loss --no-colocate --warm-start-steps 0 "
     "--no-skip-eval-before-train --auto-resume 0 --save-interval none --save-hf none --no-debug-train-only "
     "--no-debug-rollout-only --save-debug-rollout-data none --load-debug-rollout-data none data.prompt_data=[] "
-    "data.prompt_data_weights=[] --save-debug-train-data none"
+    "data.prompt_data_weights=[] --save-debug-train-data none --eval-engines 0 eval.eval_external_engine_addrs=[]"
 )
 QUIET: Final = ("--no-use-tensorboard", "--no-use-plot", "--no-trace")
 OWN: Final = ("run.resume", "train.hf_checkpoint", "rollout.num_rollout", "rollout.num_epoch", "eval.eval_interval")

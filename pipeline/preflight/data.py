@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from configs.graph import engine_count, frozen_engines, is_address
+from configs.graph import engine_count, evaluation_engines, frozen_engines, is_address
 from configs.layers import build, value_at
 from configs.resolve import num_rollout_for
 from configs.schema import Config, generates
@@ -273,6 +273,7 @@ def check_ports(config: Config) -> None:
     first, observe = config.engine.engine_port, config.observe
     started = 0 if config.sglang.rollout_external_engine_addrs else engine_count(config)
     started += sum(not is_address(place) for place in frozen_engines(config).values())
+    started += evaluation_engines(config).count("")
     ports = {port: ("--engine-port", HOST) for port in range(first, first + started) if config.run.runner != "ray"}
     for port, (flag, host) in (
         ports | {observe.prometheus_port: ("--prometheus-port", observe.prometheus_host)}
@@ -300,6 +301,8 @@ def check_running(config: Config) -> None:
 async def _all_answer(config: Config) -> None:
     flag, token = "--rollout-external-engine-addrs", _external_token(config)
     servers = dict.fromkeys(config.sglang.rollout_external_engine_addrs, (flag, "/model_info"))
+    asked = ("--eval-external-engine-addrs", "/model_info")
+    servers |= {url: asked for url in evaluation_engines(config) if url}
     if config.router.router_address is not None:
         servers[config.router.router_address] = ("--router-address", "/health")
     for url, (flag, path) in servers.items():

@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from configs.graph import engine_count, frozen_engines, is_address
+from configs.graph import engine_count, evaluation_engines, frozen_engines, is_address
 from configs.schema import Config, EnvironmentConfig, generates, router_kind
 from configs.schema.rejection_rules import parse_rules
 from configs.sources import parse_source, source_fault
@@ -249,6 +249,7 @@ def sglang_parts(config: Config) -> tuple[Part, ...]:
     if not generates(config):
         return ()
     own = engine_count(config) > 0 and not config.sglang.rollout_external_engine_addrs
+    own = own or "" in evaluation_engines(config)
     frozen = any(not is_address(place) for place in frozen_engines(config).values())
     server = config.engine.engine == "sglang" and (own or frozen)
     kind = router_kind(config) if config.router.router_address is None else "none"

@@ -214,7 +214,7 @@ class SglangServer(EngineProcess):
         return KillingProbe(probe, process, msgspec.structs.replace(plan, replica=f"{self.name}/{self._incarnation}"))
 
     def _slow(self) -> bool:
-        return self.kind == "engine" and self.lifecycle.loading(self.name)
+        return self.kind != "frozen" and self.lifecycle.loading(self.name)
 
 
 class KillingProbe:

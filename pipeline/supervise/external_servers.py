@@ -104,7 +104,8 @@ class ExternalEngine(ExternalServer):
     """One engine, of the policy or frozen. `run` until cancelled."""
 
     def __init__(self, spec: EngineSpec, lifecycle: Lifecycle, health: HealthConfig) -> None:
-        given = f"--frozen-engine {spec.frozen}=" if spec.frozen else f"{FLAG} "
+        flags = {"frozen": f"--frozen-engine {spec.frozen}=", "evaluation": "--eval-external-engine-addrs "}
+        given = flags.get(spec.kind, f"{FLAG} ")
         super().__init__(spec.name, given, spec.external.rstrip("/"), lifecycle, health)
         self.spec, self.token = spec, spec.token.token if spec.token is not None else None
 

@@ -31,7 +31,7 @@ from pipeline.record.recorder import Recorder
 from stages.base import TrainOptions
 from stages.messages import Settled, group_of
 from stages.ports import read_value
-from stages.topic_values import POLICY, Complaint, EngineAddress, RouterAddress, carrying
+from stages.topic_values import EVALUATION, POLICY, Complaint, EngineAddress, RouterAddress, entries
 from transport import DeadLetter, Hub, TopicServer
 
 REPORTS_POLL_S = 0.02
@@ -108,7 +108,7 @@ class Lifecycle:
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         """An engine serves. `version`: as the server itself names it."""
         token = spec.token.token if spec.token is not None else None
-        policy, given = spec.frozen or POLICY, spec.taken_over
+        policy, given = spec.frozen or (EVALUATION if spec.evaluates else POLICY), spec.taken_over
         seen = visible_gpus() if spec.gpus else ()  # by the engines stage, too
         gpus = tuple(seen.index(gpu) for gpu in spec.gpus if gpu in seen)
         address = EngineAddress(
@@ -141,8 +141,8 @@ class Lifecycle:
 
     def loading(self, name: str) -> bool:
         """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
-        entry = carrying(self.topic).get(name)
-        return entry is None or entry.fetching >= 0
+        entry = entries(self.topic).get(name)
+        return entry is None or entry.version < 0 or entry.fetching >= 0
 
     def complaint(self, name: str, incarnation: int) -> str | None:
         """Why the engines stage wants this incarnation of an engine replaced, None if it does not."""
@@ -156,7 +156,7 @@ class Lifecycle:
     def _drop(self, kind: str, name: str) -> None:
         """Take a server that is gone off the topic; of other processes nothing stands there."""
         of_engine = [f"{what}/{name}" for what in ("engine", "directory", "device", "complaint", "slow")]
-        keys = {"engine": of_engine, "frozen": of_engine, "router": ["router", "router_state"]}
+        keys = {"engine": of_engine, "evaluation": of_engine, "frozen": of_engine, "router": ["router", "router_state"]}
         for key in keys.get(kind, ()):
             self.topic.drop(key)
 

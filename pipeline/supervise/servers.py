@@ -169,7 +169,7 @@ class Servers:
 
         The owner of the launcher stops the processes.
         """
-        supervisors = await self.supervisors([*self.placement.engines, *self.placement.frozen])
+        supervisors = await self.supervisors([*self.placement.engines, *self.placement.beside])
         started = [name for name, server in supervisors.items() if isinstance(server, ServerSupervisor)]
         await self._shared.launcher.end_left(started)
         generating = {spec.name for spec in self.placement.engines}

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -41,7 +42,20 @@ from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes
 from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, verify
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value, wait_until
-from stages.topic_values import ADDRESS, LEAVE, POLICY, Complaint, EngineAddress, EngineEntry, addresses, entries
+from stages.topic_values import (
+    ADDRESS,
+    LEAVE,
+    PINNED,
+    POLICY,
+    RELEASED,
+    TRAINED,
+    Complaint,
+    EngineAddress,
+    EngineEntry,
+    addresses,
+    entries,
+    released,
+)
 
 log = logging.getLogger("sluice.engines")
 
@@ -72,7 +86,7 @@ class EngineControl:
     async def follow(self, topic: Topic) -> None:
         """Waits for the topic (another address, new weights, a release, the trainer's turn); runs until cancelled, or
         until the engine has left."""
-        revision, keys = 0, (ADDRESS + self.name, LEAVE + self.name, "weights", "device", "eval/released", "drain")
+        revision, keys = 0, (ADDRESS + self.name, LEAVE + self.name, "weights", "device", RELEASED, "drain")
         try:
             while True:
                 revision = await topic.wait(revision, *keys)
@@ -130,7 +144,7 @@ class EngineControl:
         """
         fresh = EngineEntry(**msgspec.structs.asdict(address), limit=self.config.rollout.server_concurrency)
         found = entries(topic).get(self.name)
-        if address.policy != POLICY:
+        if address.policy not in TRAINED:
             self.entry = fresh
             await self.publish(topic, state="serving")
         elif found is None:
@@ -138,7 +152,7 @@ class EngineControl:
             await self.publish(topic)
         elif found.state == "serving" and await _carries(client, found.label):
             # What it was given, as far as it matters afterwards: its version, and whether an evaluation pins it.
-            pinned = topic.get(f"weights/pinned/{found.version}") is not None
+            pinned = not self.config.eval.apart and topic.get(f"{PINNED}{found.version}") is not None
             self.current = WeightsAnnouncement(found.run_generation, found.version, "", "", 0, pinned=pinned)
             self.entry = found
             log.info("%s keeps its weights %s", self.name, found.label)
@@ -160,7 +174,7 @@ class EngineControl:
     async def _advance(self, topic: Topic) -> bool:
         """Do one piece of due work: release memory, or load weights. False if nothing is due."""
         client = self.client
-        if client is None or self.entry.policy != POLICY or topic.get(LEAVE + self.name) is not None:
+        if client is None or self.entry.policy not in TRAINED or topic.get(LEAVE + self.name) is not None:
             return False
         if self.memory.due(topic) and not self._held(topic):
             await self._give_back(topic, client)
@@ -173,7 +187,7 @@ class EngineControl:
 
     def _due(self, topic: Topic) -> WeightsAnnouncement | None:
         """The announcement that should be applied now, if any."""
-        newest, mine = read_value(topic, "weights", WeightsAnnouncement), self.current
+        newest, mine = self._wanted(topic), self.current
         if newest is None or trainers_turn(topic):
             return None
         if mine is None:
@@ -184,12 +198,21 @@ class EngineControl:
             return None
         return None if self._held(topic) else newest
 
+    def _wanted(self, topic: Topic) -> WeightsAnnouncement | None:
+        """The newest weights; for an engine that serves evaluations alone, those of the oldest that has not ended."""
+        if self.entry.policy == POLICY:
+            return read_value(topic, "weights", WeightsAnnouncement)
+        found = [read_value(topic, key, WeightsAnnouncement) for key in topic.items(PINNED)]
+        # A trainer that was restarted has not kept the weights of earlier evaluations.
+        due = [one for one in found if one and one.version > released(topic) and Path(one.path).is_dir()]
+        return min(due, key=lambda one: one.version, default=None)
+
     def _held(self, topic: Topic) -> bool:
         """Whether an evaluation needs the weights that the engine carries."""
         mine = self.current
         if mine is None or not mine.pinned or topic.get("drain") is not None:
             return False
-        return int(topic.get("eval/released") or b"-1") < mine.version
+        return released(topic) < mine.version
 
     async def _give_back(self, topic: Topic, client: EngineClient) -> None:
         """One attempt to clear the device for the trainer. After a failure, waits for the next attempt."""
@@ -205,7 +228,7 @@ class EngineControl:
 
     async def _bring(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         """One attempt to load a version. Waits for its turn and, after a failure, for the next attempt."""
-        if self.current is not None:  # an engine that does not serve needs no turn
+        if self._serves:  # an engine that does not serve needs no turn
             # Ahead of the turn comes what does not stop the engine. Nothing is published, so the trainer may overwrite
             # the slot meanwhile: a fault is found and reported in the turn.
             with contextlib.suppress(EngineError, WeightsError):
@@ -248,11 +271,16 @@ class EngineControl:
 
         await wait_until(topic, useless, ADDRESS + self.name, LEAVE + self.name, limit_s=limit_s)
 
+    @property
+    def _serves(self) -> bool:
+        """Whether an update stops rollouts."""
+        return self.current is not None and self.entry.policy == POLICY
+
     # ------------------------------------------------------------------ one update
 
     async def _update(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         started, started_s = time.perf_counter(), time.time()
-        served = self.current is not None
+        served = self._serves
         # Published before the slot is opened. The trainer then waits before it overwrites the slot, and clients stop
         # naming the weights of their requests, which may change at any moment from here on.
         await self.publish(topic, state="updating" if served else "loading", fetching=announcement.version)
@@ -277,7 +305,8 @@ class EngineControl:
             "update_weights", started_s, update_s, detail=f"{self.name} version {announcement.version}"
         )
         self.activity.extra["update_s"] = update_s
-        self.activity.count("stall_s", stall_s)
+        if self.entry.policy == POLICY:
+            self.activity.count("stall_s", stall_s)
         await self.publish(
             topic,
             state="serving",

@@ -26,7 +26,7 @@ from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, read_value, wait_at_most
 from stages.sampling.engine_choice import Slots
-from stages.topic_values import ADDRESS, DIRECTORY, POLICY, EngineEntry, RouterAddress, RouterState, entries
+from stages.topic_values import ADDRESS, DIRECTORY, POLICY, TRAINED, EngineEntry, RouterAddress, RouterState, entries
 
 ROUTER: Final = "router"
 WEIGHTS: Final = "weights"
@@ -93,7 +93,7 @@ class Target:
         entry = self.entry
         if entry is None or entry.state not in ("serving", "updating"):
             return False
-        return entry.policy != POLICY or entry.label is not None
+        return entry.policy not in TRAINED or entry.label is not None
 
     async def answers_now(self) -> bool:
         """Whether the server is healthy, checked once for all callers: hundreds of lost requests ask at the same time.
@@ -217,12 +217,12 @@ class EngineDirectory:
         total = 0
         for target in self.engines.values():
             entry = target.entry
-            if entry is None or entry.policy != POLICY:
+            if entry is None or entry.policy not in TRAINED:
                 target.slots.limit = UNBOUNDED
             elif target.serves and not self.draining:
                 limit = entry.limit or self.concurrency
                 target.slots.limit = math.ceil(limit / self._replicas)
-                total += limit
+                total += limit if entry.policy == POLICY else 0
             else:
                 target.slots.wake_all()
         if self.router is not None:

@@ -28,7 +28,7 @@ from models.errors import EngineProtocolError
 from stages.messages import VersionRun
 from stages.rollouts import join_runs
 from stages.sampling.engine_choice import FIRST_COME
-from stages.topic_values import POLICY
+from stages.topic_values import POLICY, TRAINED
 
 SHORT_RESPONSE: Final = 16  # tokens; the members of a request for so few end within milliseconds of each other
 
@@ -221,7 +221,7 @@ def _appended(
     request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float, finish: Finish, sent: Sent
 ) -> SampleResult:
     meta, ids = output.meta_info, output.output_ids
-    named = request.policy == POLICY  # frozen weights carry the name of their checkpoint, not a label
+    named = request.policy in TRAINED  # frozen weights carry the name of their checkpoint, not a label
     spent_s += had.spent_s
     measured = {FIRST_TOKEN: meta.first_token_latency, QUEUED: meta.queue_time, PREFILL: meta.prompt_tokens}
     try:

@@ -23,7 +23,7 @@ from stages.rollouts import new_sample, with_tokens
 from stages.sampling.engine_choice import FIRST_COME
 from stages.sampling.requests import Finish, SampleRequest, SampleResult, summed
 from stages.staleness_gate import StalenessGate
-from stages.topic_values import sampling
+from stages.topic_values import EVALUATION, POLICY, sampling
 
 _SEED_BITS: Final = 0x7FFFFFFF
 
@@ -42,6 +42,7 @@ class Requests:
         self.config, self.rollout, self.max_context = config, config.rollout, max_context
         rules, gate = config.asynchrony, StalenessGate.of(config)
         masks = gate.masks or config.correction.mask_offpolicy_in_partial_rollout
+        self._evaluation = EVALUATION if config.eval.apart else POLICY  # whose engines answer it
         self._cancels_stale = rules.cancel_stale_rollouts and rules.max_staleness is not None and not masks
 
     def cancels_stale(self, group: PromptGroup) -> bool:
@@ -98,6 +99,7 @@ class Requests:
             self.params(group, first, budget, len(samples)),
             token_ids=first.token_ids.tolist(),
             prompt_length=first.prompt_length,
+            policy=self._evaluation if group.purpose == "eval" else POLICY,
             session=group.key,
             group=group.group_id,
             returning=first.response_length > 0 or first.replaced > 0,

@@ -32,7 +32,7 @@ from models.errors import LOSSES, EngineError, EngineRefused, EngineTimeout, Eng
 from stages.ports import wait_at_most
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
-from stages.topic_values import POLICY, Complaint
+from stages.topic_values import POLICY, TRAINED, Complaint
 
 REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0
@@ -185,14 +185,14 @@ class Routes:
             await target.slots.take(need.n, goes_on=need.goes_on, order=need.order)
             target.in_flight += need.n
             route = Route(target, None, need.n)
-            if (need.policy != POLICY or not self.directory.draining) and self._stands(target, need):
+            if (need.policy not in TRAINED or not self.directory.draining) and self._stands(target, need):
                 # Read only now, because the slots may have taken long. An engine's entry becomes `updating` before its
                 # weights change. A client that has not received that yet names the old weights for a moment, as does
                 # every request in flight during the change.
                 behind = self.behind(target)
                 route.label = self.directory.settled(behind)
                 route.generation = self.directory.generation
-                if need.policy == POLICY:
+                if need.policy in TRAINED:
                     # Their lowest version; an entry lags behind its engine.
                     route.oldest = min((one.entry.version for one in behind if one.entry is not None), default=-1)
                     route.newest = self._newest
@@ -211,7 +211,7 @@ class Routes:
             if need.retries.deadline is None and directory.trainers_turn:
                 deadline = time.monotonic() + self.wait_s
             changed = directory.changed()  # before looking
-            if need.policy == POLICY and directory.draining:
+            if need.policy in TRAINED and directory.draining:
                 break
             target = await self._router(need) or await self._engine(need)
             if target is not None:
@@ -220,8 +220,7 @@ class Routes:
                 break
             await wait_at_most(min(left, LOOK_S), changed.wait())
         wait_s = self.wait_s if need.retries.deadline_s is None else need.retries.deadline_s
-        trained = need.policy == POLICY
-        name, logs = ("the engines", "engine-*") if trained else (need.policy, f"frozen-{need.policy}")
+        name, logs = ("the engines", "*engine-*") if need.policy in TRAINED else (need.policy, f"frozen-{need.policy}")
         why = "the run is stopping" if directory.draining else f"it was not up within {wait_s:g} s; see logs/{logs}.log"
         raise EngineUnreachable(name, why)
 
@@ -256,7 +255,7 @@ class Routes:
         for target in sorted(ranked, key=lambda target: _misgiving(target, need)):
             if not await self._well(target, need):
                 continue
-            if need.policy != POLICY or await self._prepare(target.client):
+            if need.policy not in TRAINED or await self._prepare(target.client):
                 return target
         return None
 

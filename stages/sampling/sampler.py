@@ -44,7 +44,7 @@ from stages.sampling.requests import (
     with_stream_interval,
 )
 from stages.sampling.routes import RetryState, RouteRequest, Routes
-from stages.topic_values import POLICY, newest_settings
+from stages.topic_values import EVALUATION, TRAINED, newest_settings
 
 log = logging.getLogger("sluice.sampler")
 Counters = dict[str, float]
@@ -54,7 +54,7 @@ class Sampler:
     """A client of all engines of the run, for one replica of a stage. `follow` it beside its use."""
 
     def __init__(
-        self, context: StageContext, stage: str = "", policies: Sequence[str] = (POLICY,), extra: Counters | None = None
+        self, context: StageContext, stage: str = "", policies: Sequence[str] = TRAINED, extra: Counters | None = None
     ) -> None:
         """
         Args:
@@ -184,7 +184,7 @@ class Sampler:
             raise EngineUnreachable(client.base_url, route.flight.why)
 
     def _unknown(self, policy: str) -> UnknownPolicy:
-        known = ", ".join(self.policies) or "none"
+        known = ", ".join(name for name in self.policies if name != EVALUATION) or "none"
         return UnknownPolicy(f"no engine is called {policy!r} here; the known names are {known}")
 
     # ------------------------------------------------------------------ one request
@@ -232,7 +232,7 @@ class Sampler:
     async def _send(self, attempt: Attempt, wire: GenerateRequest) -> None:
         """Take a route, send, and let the attempt record how it ended. Raises if the request could not be sent."""
         request, progress = attempt.request, attempt.call.progress
-        trained, chunked = request.policy == POLICY, attempt.call.tell is not None
+        trained, chunked = request.policy in TRAINED, attempt.call.tell is not None
         prompt = np.asarray(request.token_ids[: request.prompt_length or None], dtype=np.int32).tobytes()
         log.debug("%s: %d samples continue %d tokens", wire.rid, wire.samples, len(request.token_ids))
         need = RouteRequest(
@@ -307,4 +307,4 @@ class Sampler:
 
     def drains(self, request: SampleRequest | ScoreRequest) -> bool:
         """In a drain the policy gets no more requests; frozen engines still serve what was generated before it."""
-        return self.draining and request.policy == POLICY
+        return self.draining and request.policy in TRAINED

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from msgspec.structs import replace
+
 from configs.schema import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, TrainOptions, beside
@@ -33,7 +35,7 @@ from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
 from stages.rollouts import without_older
 from stages.sample_log import drop_after
-from stages.topic_values import settings_at, updates_ended
+from stages.topic_values import released, settings_at, updates_ended
 from stages.train.batch import Batch, BatchLog, for_trainer
 from stages.train.checkpoints import Checkpoints, Recovery
 from stages.train.held_groups import HeldGroups
@@ -65,7 +67,7 @@ class TrainStage(Stage):
         self.backend: TrainBackend  # from setup on
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
-        self._pinned = -1  # newest version that an evaluation needs
+        self._evaluated = -1  # newest version that an evaluation needs
         self._reports = 0
         self._target = TargetLoss(config)
         self.log = BatchLog(config, context.run_dir, context.spans)
@@ -282,6 +284,9 @@ class TrainStage(Stage):
             target_reached=self._target.reached(metrics),
             save_requested=self.checkpoints.requested(ports.topic),
         )
+        if due.evaluate and not due.end and self._evaluating(ports.topic):
+            due = replace(due, evaluate=False)
+            metrics["eval/skipped"] = 1.0
         await asyncio.to_thread(self.recovery.keep, self.steps, batch.slices)
         metrics["perf/step_time"] = time.perf_counter() - started_s
         await self._report(ports, self._step_report(batch, metrics, due))
@@ -322,18 +327,23 @@ class TrainStage(Stage):
             number = f"{self.run_generation}.{self.options.incarnation}/{self._reports}"
             await ports.outlets["settle"].send(report, f"{type(report).__name__}/{number}")
 
+    def _evaluating(self, topic: Topic) -> bool:
+        """Whether engines that evaluate alone are at an earlier version: training does not wait for them."""
+        return self.weights is not None and self.weights.apart and released(topic) < self._evaluated
+
     async def _publish(self, ports: Ports, due: Due) -> None:
         """Write the weights into the free slot and announce them."""
         weights = self.weights
         if weights is None:
             return
         if weights.newest >= 0:
-            await await_landing(ports.topic, weights.newest, self._pinned, lambda: self.groups.drained is not None)
+            pinned = -1 if weights.apart else self._evaluated
+            await await_landing(ports.topic, weights.newest, pinned, lambda: self.groups.drained is not None)
         clock = time.perf_counter()
         with self._timed("publish_weights", f"version {self.steps}"):
             announcement = await self._in_torch(weights.write, self.steps, self.run_generation, pinned=due.evaluate)
         await weights.announce(ports.topic, ports.weights, announcement)
-        self._pinned = self.steps if due.evaluate else self._pinned
+        self._evaluated = self.steps if due.evaluate else self._evaluated
         self.activity.extra["publish_s"] = time.perf_counter() - clock
         if weights.delta_ratio:
             self.activity.extra["delta_ratio"] = weights.delta_ratio

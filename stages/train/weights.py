@@ -6,13 +6,17 @@ Invariants:
 - the announcement names the route: engines need no configuration of their own to follow it;
 - with the weights go the trainer's log-probs of a few canary sequences, which engines must agree with
   (stages/engines/policy_proof.py): one forward pass of at most 100 tokens, by the path that scores for training;
+- the weights of an evaluation that has engines of its own are copied, and no slot waits for them: an engine that is
+  restarted in the middle finds them;
 - this process holds the lease of the slots' directory; the process that has the weights, this one or rank 0 on the same
   host, writes them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +27,8 @@ import numpy as np
 from msgspec import Struct
 
 from configs.schema import Config
-from models.disk import read_file
+from models.disk import read_file, remove
+from models.errors import SlotSpaceError
 from models.train.interface import TrainBackend, TrainSequence
 from models.weights.delta import DeltaStore, Published
 from models.weights.shared_memory_reader import SlotManifest
@@ -31,11 +36,12 @@ from models.weights.slot_directory import DirectoryLease
 from stages.errors import UnprovenPolicy
 from stages.messages import PolicyProof, WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, wait_at_most
-from stages.topic_values import KEYS, POLICY, carrying, entries
+from stages.topic_values import KEYS, PINNED, POLICY, carrying, entries, released
 
 log = logging.getLogger("sluice.train")
 
 LANDING_TIMEOUT_S = 60.0
+KEPT: Final = "evaluated-"  # begins the name of a copy
 WriteSlot = Callable[[int, int], SlotManifest]  # of (version, run generation)
 Prove = Callable[[], PolicyProof]
 
@@ -127,6 +133,7 @@ class WeightPublisher:
         """`write`: writes the backend's weights into a slot; `prove`: scores the canary sequences with them. Raises
         SlotDirectoryError."""
         self.transport = config.update.update_weight_transport
+        self.apart = config.eval.apart  # evaluations have engines of their own
         self.newest = -1  # version of the last announcement
         self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
         self._write, self._prove = write, prove
@@ -151,15 +158,35 @@ class WeightPublisher:
         """Publish it to the engines. A pinned version is also found under its own key, by an engine that comes late to
         its evaluation."""
         await weights.offer(Path(announcement.path))
-        value = msgspec.msgpack.encode(announcement)
-        if announcement.pinned:
-            await topic.publish(f"weights/pinned/{announcement.version}", value)
+        apart = announcement.pinned and self.apart
+        value = msgspec.msgpack.encode(msgspec.structs.replace(announcement, pinned=announcement.pinned and not apart))
+        if announcement.pinned and not apart:
+            await topic.publish(f"{PINNED}{announcement.version}", value)
         await topic.publish("weights", value)
         self.newest = announcement.version
+        if apart:  # last: the engines of the rollouts neither wait for the copy nor keep the version
+            kept = await asyncio.to_thread(self._kept, announcement, released(topic))
+            await topic.publish(f"{PINNED}{announcement.version}", msgspec.msgpack.encode(kept))
 
     def close(self) -> None:
         """Remove the slots. May be called twice."""
         self._lease.release()
+
+    def _kept(self, announcement: WeightsAnnouncement, ended: int) -> WeightsAnnouncement:
+        """The announcement of a copy that stays until its evaluation has ended. Raises SlotSpaceError."""
+        for path in self._lease.directory.glob(f"{KEPT}*"):
+            if int(path.name.removeprefix(KEPT)) <= ended:
+                remove(path)
+        copy = self._lease.directory / f"{KEPT}{announcement.version}"
+        try:
+            shutil.copytree(announcement.path, copy)
+        except (OSError, shutil.Error) as error:
+            raise SlotSpaceError(
+                f"{copy}: the weights of an evaluation cannot be kept there ({error}); free space there, or leave out "
+                "--eval-engines"
+            ) from error
+        transport = "disk" if announcement.transport == "delta" else announcement.transport
+        return msgspec.structs.replace(announcement, path=str(copy), transport=transport)
 
     def _difference(self, manifest: SlotManifest) -> Published | None:
         if self._deltas is None:

@@ -386,15 +386,15 @@ def test_frozen_engines_are_placed_beside_those_that_generate(policy_model: Path
     placement = placed(make(policy_model, "t=one", "far=http://localhost:1", "j=two", **others), tmp_path)
     engines = [(spec.name, spec.frozen, spec.port) for spec in placement.engines]
     assert engines == [("engine-0", "", 7000), ("engine-1", "", 7001)]
-    running, *started = placement.frozen
+    running, *started = placement.beside
     assert (running.name, running.frozen, running.external) == ("frozen-far", "far", "http://localhost:1")
     frozen = [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in started]
     assert frozen == [("frozen-t", "t", "one", 77), ("frozen-j", "j", "two", 77)]
-    assert not {spec.port for spec in placement.frozen} & {7000, 7001}
+    assert not {spec.port for spec in placement.beside} & {7000, 7001}
     generate = placement.replica(placement.graph.node("generate"), 0, 1)
     assert generate.built_in == GenerateOptions(max_context=77)
     supervised = make(policy_model, "t=one", train={"loss_type": "sft_loss"})
-    assert placed(supervised, tmp_path / "supervised").frozen == []
+    assert placed(supervised, tmp_path / "supervised").beside == []
 
 
 class Late:
