@@ -22,7 +22,7 @@ from configs.schema import Config
 from models.import_path import add_working_directory
 
 CONTROL: Final = (  # commands to a running run
-    "status", "scale", "set", "pause", "resume", "drain", "save", "kill", "watch"
+    "status", "scale", "set", "pause", "resume", "drain", "save", "rollback", "kill", "watch"
 )  # fmt: skip
 COMMANDS: Final = {  # the other ones, and where they are
     "samples": "pipeline.observe.samples",

@@ -237,6 +237,8 @@ class Phase:
         policy = read_policy_config(Path(self.config.train.hf_checkpoint))
         vocab_size = policy.vocab_size if policy is not None else None
         train = TrainOptions(self.start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots))
+        if self.snapshot and self.snapshot.rollbacks:
+            train = msgspec.structs.replace(train, floor=self.snapshot.rollbacks[-1])
         generation = GenerateOptions(context_limit(self.config) or 1 << 30, vocab_size, self.lives)
         return Placement(self.config, self.rundir, train, generation, self.launcher.controller)
 

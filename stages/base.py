@@ -50,6 +50,7 @@ class TrainOptions(Struct, frozen=True, tag="train"):
     trained: int = 0  # steps in the ledger: those after `start_step` are trained again
     admitted: int = 0  # groups in the ledger, of which those that are not `open` have ended
     open: frozenset[int] = frozenset()
+    floor: int = 0  # the oldest version that may be trained: a rollback made it, of the weights of a checkpoint
 
 
 class GenerateOptions(Struct, frozen=True, tag="generate"):

@@ -308,6 +308,7 @@ class StepDone(Struct, frozen=True, array_like=True, tag=True):
     last: bool = False  # the trainer stops here, though fewer batches were trained than planned
     pass_rates: dict[int, float] = {}  # group -> share of correct rollouts, where known
     publishes: bool = False  # `version` is announced to the engines
+    rolled_back: bool = False  # `version` has the weights of a checkpoint, and no batch was trained for it
 
 
 class CheckpointReady(Struct, frozen=True, array_like=True, tag=True):

@@ -48,7 +48,8 @@ class StalenessGate:
     """`batch`: groups per rollout batch (B). `total`: rollout batches of the whole run, None = open end.
 
     `extra`: groups that may be open beyond the batches' own, see `over_sampling`. `ages`: whether tokens grow old.
-    `masks`: stale tokens are masked, and do not keep the rest of their group from being trained.
+    `masks`: stale tokens are masked, and do not keep the rest of their group from being trained. `floor`: the version
+    of the newest rollback; tokens of earlier ones are as good as too old.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class StalenessGate:
     extra: int = 0
     ages: bool = True
     masks: bool = False
+    floor: int = 0
 
     @classmethod
     def of(cls, config: Config) -> StalenessGate:
@@ -95,7 +97,9 @@ class StalenessGate:
         `version`: the smallest of its trained tokens, with `masks` the largest; None if none is trained. Infinite for
         what does not grow old.
         """
-        return math.inf if version is None or not self.ages else self.max_staleness - (step - version)
+        if version is None or not self.ages:
+            return math.inf
+        return self.max_staleness - (step - version) if version >= self.floor else -1
 
     def fresh(self, *, step: int, version: int | None) -> bool:
         """Whether batch `step` may train a group (I2). `version`: as in `batches_left`."""
@@ -107,6 +111,8 @@ class StalenessGate:
         if self.fresh(step=step, version=version):
             return None
         detail = f"{which} token has version {version}, batch {step}, bound {self.max_staleness}"
+        if version is not None and version < self.floor:
+            detail += f", and version {self.floor} went back to a checkpoint"
         over_sampled = self.max_staleness == 0 and self.extra > 0
         return ("discarded", f"over-sampled: {detail}") if over_sampled else ("stale", detail)
 

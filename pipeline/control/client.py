@@ -123,6 +123,7 @@ WHAT: Final = {
     "resume": "admit new groups again",
     "save": "write a checkpoint after the step in training",
     "drain": "finish the groups in flight and end, as Ctrl-C does",
+    "rollback": "go on with model and optimizer of a kept checkpoint: rollback RUN 60",
     "kill": "end a replica at once, as kill -9 does, of a run with --fault-inject: kill RUN reward-0",
     "watch": "show the live table until the run ends",
 }
@@ -268,6 +269,8 @@ def _command(arguments: argparse.Namespace) -> Command:
         fields["counts"] = {stage: int(count) for stage, count in pairs}
     if arguments.command == "set":
         fields["changes"] = dict(_pair(text, counts=False) for text in arguments.changes)
+    if arguments.command == "rollback":
+        fields["step"] = arguments.step
     if arguments.command == "kill":
         fields["replica"] = arguments.replica
     command: Command = msgspec.convert(fields, Command)
@@ -292,6 +295,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("changes", metavar="STAGE=COUNT", nargs="+")
         if name == "set":
             command.add_argument("changes", metavar="KEY=VALUE", nargs="+")
+        if name == "rollback":
+            command.add_argument("step", metavar="STEP", type=int, help="of a checkpoint that the run has kept")
         if name == "kill":
             command.add_argument("replica", metavar="REPLICA", help="its name, as in the logs")
         if name != "watch":

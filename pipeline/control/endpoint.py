@@ -67,13 +67,19 @@ class Set(Struct, frozen=True, tag="set"):
     changes: dict[str, str]
 
 
+class Rollback(Struct, frozen=True, tag="rollback"):
+    """Go on with model and optimizer of the checkpoint of this step."""
+
+    step: int
+
+
 class Kill(Struct, frozen=True, tag="kill"):
     """End the process of a replica or an engine at once, to see the run go on; for runs with --fault-inject."""
 
     replica: str
 
 
-Command = Status | Scale | Pause | Resume | Drain | Save | Set | Kill
+Command = Status | Scale | Pause | Resume | Drain | Save | Set | Rollback | Kill
 
 
 class Request(Struct, frozen=True):

@@ -60,9 +60,10 @@ class Lifecycle:
             hub.peer_lost(name, blame=blame)
         self.topic.drop(STATS_PREFIX + name)
 
-    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
+    async def trainer_state(self, lost: TrainOptions, back: int | None = None) -> TrainOptions | None:
         """Where the next incarnation of a lost trainer begins; None if only a resume can continue. Waits until all that
-        the lost trainer had reported is in the ledger."""
+        the lost trainer had reported is in the ledger. `back`: the checkpoint that the user chose, whose weights become
+        the version after the newest."""
         settle = self.hubs["settle"]
         reported = {held.key for held in settle.held()}
         while reported & {held.key for held in settle.held()}:  # noqa: ASYNC110  (a hub announces no single message)
@@ -70,14 +71,20 @@ class Lifecycle:
         recorder, ledger = self.recorder, self.recorder.ledger
         remove_leftovers(recorder.rundir.checkpoints)
         step, state = lost.start_step, lost.resume_from
+        begun = recorder.training_started is not None
+        trained = ledger.steps(self.config.rollout.rollout_batch_size)
         newest = final_path(recorder.rundir.checkpoints, recorder.committed)
-        if newest.is_dir():
+        chosen = None if back is None else final_path(recorder.rundir.checkpoints, back)
+        if chosen is not None and chosen.is_dir():  # else a newer checkpoint has just replaced it
+            step, state = trained + 1, str(chosen)
+            recorder.say(f"the trainer goes back to the checkpoint of step {back}: its weights become version {step}")
+            lost = msgspec.structs.replace(lost, floor=step, restored=frozenset())
+        elif newest.is_dir() and recorder.committed >= step:
             step, state = recorder.committed, str(newest)
-            if (fault := await asyncio.to_thread(_damage, newest)) is not None:
+            if (fault := await asyncio.to_thread(damage, newest)) is not None:
                 recorder.say(fault)  # a resume passes it over
                 return None
-        begun, trained = recorder.training_started is not None, ledger.trained // self.config.rollout.rollout_batch_size
-        if begun:
+        if begun and step <= trained:
             since = "its beginning" if state is None else f"the checkpoint of step {step}"
             repeats = f", and trains the {trained - step} steps since again at most" if trained > step else ""
             recorder.say(f"the trainer starts again from {since}{repeats}")
@@ -165,7 +172,7 @@ class Lifecycle:
         write_json(self.recorder.rundir.fleet, self._fleet)
 
 
-def _damage(checkpoint: Path) -> str | None:
+def damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint, None if they are as they were written."""
     try:
         verify_files(checkpoint, read_manifest(checkpoint))

@@ -20,6 +20,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from configs.graph import SINGLE
+from models.checkpoint import final_path
 from models.train.trainer_group.rank_spec import PeerGone
 from pipeline.errors import UsageError, check_repeatable, leaf
 from pipeline.graph import Placement
@@ -56,6 +57,7 @@ class Runner(ABC):
         self._shared = Supervision(placement, topic, launcher, restarts, self.entry)
         self._ranks = Ranks(self._shared)
         self._servers = Servers(self._shared, in_process=self.in_process)
+        self._trainer: TrainerUnit | None = None  # where it is started again
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
         self._retiring: dict[str, str] = {}  # with the reason
@@ -147,6 +149,16 @@ class Runner(ABC):
             for member in spec.members:
                 self.lifecycle.retired(member.stage, member.replica, why)
 
+    async def rollback(self, step: int) -> None:
+        """Start the trainer again from the checkpoint of a step. Raises UsageError where it is not started again."""
+        if self._trainer is None or self.config.asynchrony.colocate:
+            how = "--runner inprocess" if self._trainer is None else "--colocate"
+            raise UsageError(
+                f"with {how} the trainer is not started again in a running run; drain the run, and begin another with "
+                f"--hf-checkpoint {final_path(self.rundir.checkpoints, step) / 'hf'}"
+            )
+        await self._trainer.rollback(step)
+
     @abstractmethod
     async def _supervise(self, spec: ReplicaSpec) -> None:
         """Waits for the end of a replica that ends well."""
@@ -177,7 +189,8 @@ class ProcessRunner(Runner):
     async def _supervise(self, spec: ReplicaSpec) -> None:
         """Waits for the process to end; starts it again unless it ended well, or may not be."""
         if isinstance(spec.built_in, TrainOptions):
-            await TrainerUnit(self._shared, self._ranks).run(spec)
+            self._trainer = TrainerUnit(self._shared, self._ranks)
+            await self._trainer.run(spec)
             return
         name = spec.replica
         process = self.entry.process(name, [member.replica for member in spec.chained])

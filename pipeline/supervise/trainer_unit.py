@@ -7,6 +7,10 @@ disk. So the unit trains those batches again, reports none of them, and announce
 Thus no group is trained twice in the ledger, versions never fall, and no engine holds weights of a step that never
 happened.
 
+A rollback is such a start on purpose, from a checkpoint that the user chose and without the batches after it. The run
+does not use a version twice: the checkpoint's weights become the version after the newest, and take the number of one
+step. What was sampled before is not trained any more.
+
 Invariants:
 - before an incarnation starts, every process of the previous incarnation has ended: a socket, a file or a GPU has one
   user;
@@ -172,17 +176,27 @@ class TrainerUnit:
         self._entry, self._ranks = shared.entry, ranks
         self._came_up = False  # its ranks, in any incarnation
         self._silence_s = silence_limit_s(self._config)
+        self._stage: Handle | None = None  # its process
+        self._back: int | None = None  # step of the checkpoint that the user wants to go back to
 
     async def run(self, spec: ReplicaSpec) -> None:
         """Waits for the good end of the stage; starts the whole unit again after a loss. Raises TrainerDied or
         UsageError."""
         for incarnation in itertools.count():
             processes = await self._start(spec, incarnation)
+            self._stage = processes[spec.replica]
             loss = await self._one_incarnation(spec.replica, incarnation, processes)
             if loss is None:
                 break
             spec = await self._next(spec, incarnation, loss, processes)
         self._topic.drop(spec_key(spec.replica))
+
+    async def rollback(self, step: int) -> None:
+        """End the unit, which then starts again from the checkpoint of a step. Raises UsageError while it starts."""
+        if self._stage is None or not self._stage.alive:
+            raise UsageError("the trainer is being started again; try again when it trains")
+        self._back = step
+        await self._stage.kill()
 
     async def _start(self, spec: ReplicaSpec, incarnation: int) -> dict[str, Handle]:
         """Place and start all processes. Under Ray, a unit that lost its node waits for another node."""
@@ -249,11 +263,15 @@ class TrainerUnit:
                 f"{stage} ended with {why} before its ranks found each other, {incarnation + 1} times: {words}; see "
                 f"{process.log}"
             )
-        options = None
+        options, back = None, self._back
+        self._back = None
+        assert isinstance(spec.built_in, TrainOptions)
         # Engines that share its device wait for the lost trainer's turn; an exception of the stage would come again.
-        if not self._config.asynchrony.colocate and not (failed and loss.name == stage):
+        if back is not None:
+            self._restarts.lifecycle.lost(spec.stage, stage, f"a rollback to step {back}")
+            options = await self._restarts.lifecycle.trainer_state(spec.built_in, back)
+        elif not self._config.asynchrony.colocate and not (failed and loss.name == stage):
             await self._restarts.again(spec.stage, stage, why, words, process.log)
-            assert isinstance(spec.built_in, TrainOptions)
             options = await self._restarts.lifecycle.trainer_state(spec.built_in)
         if options is None:
             raise TrainerDied(

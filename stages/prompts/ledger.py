@@ -49,6 +49,7 @@ class LedgerSnapshot(Struct, frozen=True):
     requeue: tuple[int, ...] = ()  # positions of stale prompts that wait for their second visit
     skipped: int = 0  # positions that the curriculum passed over
     pass_rates: dict[int, float] = {}  # prompt index -> moving average, with a curriculum
+    rollbacks: tuple[int, ...] = ()  # versions that have the weights of an earlier checkpoint
     drawn: dict[int, DrawnRow] = {}  # position -> prompt of a data source whose group has not ended, or not begun
 
 
@@ -62,6 +63,7 @@ class Ledger:
         self.tokens: dict[Outcome, int] = {o: (snapshot.tokens.get(o, 0) if snapshot else 0) for o in OUTCOMES}
         self.duplicates = snapshot.duplicates if snapshot else 0
         self.skipped = snapshot.skipped if snapshot else 0
+        self.rollbacks = snapshot.rollbacks if snapshot else ()
         self._open: dict[int, OpenGroup] = {g.group_id: g for g in snapshot.open} if snapshot else {}
 
     @property
@@ -75,6 +77,10 @@ class Ledger:
     @property
     def trained(self) -> int:
         return self.counts["trained"]
+
+    def steps(self, batch: int) -> int:
+        """Steps done, of so many groups each; a rollback takes the number of one, and no groups."""
+        return self.trained // batch + len(self.rollbacks)
 
     def open_groups(self) -> tuple[OpenGroup, ...]:
         """Oldest first."""
@@ -103,7 +109,7 @@ class Ledger:
         return self._open.pop(group_id)
 
     def snapshot(self) -> LedgerSnapshot:
-        own = {name: getattr(self, name) for name in ("next_group", "cursor", "duplicates", "skipped")}
+        own = {name: getattr(self, name) for name in ("next_group", "cursor", "duplicates", "skipped", "rollbacks")}
         return LedgerSnapshot(
             **own,
             counts={str(k): v for k, v in self.counts.items()},

@@ -86,7 +86,8 @@ class PromptStage(Stage):
         self.eos_id, self.encode, self.saved = eos_id, encode, saved
         self.generates = generates(context.config)
         self.version = -1  # newest version that every live engine has applied
-        self.steps = self.ledger.trained // gate.batch
+        self.steps = self.ledger.steps(gate.batch)
+        self._restored = restored
         self.evals_pending = 0
         self.trainer_up = False
         self.idle_groups = 0  # settled since a batch was last trained, without being trained
@@ -113,7 +114,8 @@ class PromptStage(Stage):
         version = self.version if self.generates else self.steps
         if version < 0:
             return 0
-        return self.gate.capacity(version=version, trained=self.ledger.trained, open_groups=open_groups)
+        trained = self.ledger.trained + len(self.ledger.rollbacks) * self.gate.batch
+        return self.gate.capacity(version=version, trained=trained, open_groups=open_groups)
 
     def snapshot(self) -> LedgerSnapshot:
         """The ledger, the prompts that wait for their second chance, what the curriculum knows, and what a data source
@@ -235,6 +237,14 @@ class PromptStage(Stage):
         if report.step <= self.steps and report.groups:
             return  # delivered twice
         self.trainer_up = True
+        if report.rolled_back and report.step > self.steps:
+            self.steps, self.ledger.rollbacks = report.step, (*self.ledger.rollbacks, report.step)
+            self._take_bounds()
+            detail = (
+                "the run went back to a checkpoint"  # and they were in the one of the resume, for the trainer alone
+            )
+            kept = [group.group_id for group in self.ledger.open_groups() if group.group_id in self._restored]
+            self.close_groups([Settled(group_id, "stale", detail) for group_id in kept])
         if report.groups:
             self.steps = report.step
             self._take_bounds()

@@ -208,10 +208,11 @@ class HeldGroups:
     def __init__(self, config: Config, ports: Ports, activity: Activity, record: Record, options: TrainOptions) -> None:
         """`options`: the ledger when the trainer was restarted. A group below `admitted` that is not `open` has ended;
         if it is delivered again, its release was lost, and it is dropped."""
-        self.gate = StalenessGate.of(config)
+        self.gate = dataclasses.replace(StalenessGate.of(config), floor=options.floor)
         self.drained: str | None = None  # why the run drains, if it does
         self._ports, self._activity, self._record = ports, activity, record
         self._buffer = GroupBuffer(config)
+        self._buffer.gate = self.gate
         self._held: dict[int, Lease[RolloutSlice]] = {}
         self._seen: set[int] = set()
         self._options = options

@@ -124,9 +124,13 @@ class TrainStage(Stage):
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
             await self._repeat(ports)
             due = self.schedule.due(self.steps)
-            pinned, publishes = due.evaluate and not begun, self.generates
-            await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=pinned, publishes=publishes))
+            back = begun and self.steps == self.options.floor > 0  # for the first time, or lost before its checkpoint
+            due = replace(due, evaluate=due.evaluate and not back)
+            first = StepDone(self.steps, self.steps, (), {}, 0, publishes=self.generates, rolled_back=back)
+            await self._report(ports, replace(first, pinned=due.evaluate and not begun))
             await self._publish(ports, due)
+            if back:  # a resume must not begin with what was left
+                await self._save()
             await self.turn.release()
             self.ended = due.end
             while not self.ended and await self._train_batch(ports):
@@ -254,7 +258,7 @@ class TrainStage(Stage):
             return
         slice_, masked, gate = lease.message, 0, self.groups.gate
         if gate.masks:
-            slice_, masked = without_older(slice_, self.steps - gate.max_staleness)
+            slice_, masked = without_older(slice_, max(self.steps - gate.max_staleness, gate.floor))
         try:
             slice_, sequences = for_trainer(self.config, slice_)
         except UntrainableGroup as error:

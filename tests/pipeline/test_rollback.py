@@ -1,0 +1,96 @@
+"""A running run goes back to a checkpoint: its weights become a new version, and nothing sampled before is trained."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launching import SIMULATED, SMALL, Finished, finish, made_model, start
+
+import launch as program
+from pipeline.record.journal import Stepped, read_journal
+from pipeline.record.metrics import read_metrics
+from stages.prompts.ledger import Ledger
+from stages.staleness_gate import StalenessGate
+from tests.pipeline.test_kill import kill_and_await, pids, wait_for_steps, wait_until
+from tests.stages.stage_rig import make_sample
+
+STEPS = 16
+SAVED = ["--save-interval", "2", "--keep-last-n", "20", "--num-rollout", str(STEPS)]
+
+
+def went_back(process: subprocess.Popen[str], run_dir: Path, step: int) -> int:
+    """The version that the weights of the checkpoint get, once the run has said so."""
+    assert program.main(["rollback", str(run_dir), str(step)]) == 0
+    words = f"back to the checkpoint of step {step}: its weights become version "
+    log = run_dir / "run.log"
+    wait_until(process, lambda: words in log.read_text(), "it goes back")
+    return int(log.read_text().rpartition(words)[2].split()[0])
+
+
+def check(done: Finished, version: int) -> None:
+    """The version's number is that of no batch, each other step is there once, and later ones train younger tokens."""
+    done.check()
+    steps = [event for event in read_journal(done.run_dir / "ledger.jsonl") if isinstance(event, Stepped)]
+    assert [event.step for event in steps] == [step for step in range(1, STEPS + 1) if step != version]
+    rows = [int(row["step"]) for row in read_metrics(done.run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert rows == [event.step for event in steps]
+    assert all(event.step - 1 - event.oldest >= version for event in steps if event.step > version)
+    assert done.audit.outcomes["trained"] == 4 * (STEPS - 1)
+
+
+@pytest.mark.slow
+def test_a_running_run_goes_back_to_weights_and_optimizer_of_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *SAVED)
+    wait_for_steps(process, run_dir, 5)
+    assert program.main(["rollback", str(run_dir), "3"]) == 4
+    assert "no checkpoint of step 3 is kept, but of 2, 4" in capsys.readouterr().err
+    version = went_back(process, run_dir, 2)
+    assert version > 5
+    done = finish(process, run_dir)
+    check(done, version)
+    assert done.summary["restarts"] == {"train-0": 1}
+    assert [(change["what"], change["value"]) for change in done.summary["changes"]] == [("rollback", "to step 2")]
+    left, taken = (run_dir / "checkpoints" / f"step-{step:08d}" for step in (2, version))
+    for file in ("hf/model.safetensors", "trainer/optimizer.safetensors"):
+        assert (taken / file).read_bytes() == (left / file).read_bytes(), file
+    before = run_dir / "checkpoints" / "step-00000004" / "hf" / "model.safetensors"
+    assert before.read_bytes() != (left / "hf" / "model.safetensors").read_bytes()
+    resumed = finish(start(None, "--resume", str(run_dir), "--num-rollout", str(STEPS + 2)), run_dir).check()
+    assert resumed.audit.outcomes["trained"] == 4 * (STEPS + 1)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_lost_while_it_goes_back_goes_back(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, *SAVED, "--simulated-step-s", "0.3")
+    wait_for_steps(process, run_dir, 5)
+    [first], file = pids(run_dir, "train-0"), run_dir / "replicas" / "train-0.pid"
+    version = went_back(process, run_dir, 2)
+    wait_until(process, lambda: file.read_text() not in ("", str(first)), "the trainer is started", poll_s=0.01)
+    kill_and_await(process, run_dir, "train-0")
+    done = finish(process, run_dir)
+    check(done, version)
+    assert done.summary["restarts"] == {"train-0": 2}
+
+
+def test_what_is_older_than_the_rollback_is_as_good_as_too_old() -> None:
+    gate = replace(StalenessGate(batch=4, max_staleness=3), floor=7)
+    assert not gate.fresh(step=8, version=6)
+    assert gate.fresh(step=8, version=7)
+    refused = gate.refusal(8, [make_sample(0, version=6)])
+    assert refused == ("stale", "oldest token has version 6, batch 8, bound 3, and version 7 went back to a checkpoint")
+
+
+def test_a_rollback_takes_the_number_of_a_step_and_no_groups() -> None:
+    ledger = Ledger()
+    for position in range(8):
+        ledger.settle(ledger.admit(position=position).group_id, "trained")
+    assert ledger.steps(4) == 2
+    ledger.rollbacks = (3,)
+    assert Ledger(ledger.snapshot()).steps(4) == 3
