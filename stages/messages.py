@@ -346,6 +346,7 @@ class WeightsAnnouncement(SlotManifest, frozen=True):
     """Topic value `weights`: the newest weights and where they lie."""
 
     pinned: bool = False  # an evaluation needs this version: apply no other until it is released
+    floor: int = 0  # the oldest version that may be trained, of the newest rollback
     transport: str = "disk"  # route to the engines: disk, distributed, tensor, delta
     delta: str = ""  # delta route: manifest of this version's difference
     proof: PolicyProof | None = None  # None: not proven

@@ -123,6 +123,7 @@ class EngineDirectory:
         self.state: RouterState | None = None
         self.draining = False
         self.published: int | None = None  # version of the newest weights
+        self.floor = 0  # the oldest version that may be trained
         self.trainers_turn = False  # the engines stand still until the trainer has done its batch
         self.turn_s = -math.inf  # when the trainer last had its turn, by the monotonic clock
         self._replicas = replicas
@@ -178,6 +179,7 @@ class EngineDirectory:
         """Apply the current values of the topic."""
         announced = read_value(topic, WEIGHTS, WeightsAnnouncement)
         self.published = None if announced is None else announced.version
+        self.floor = 0 if announced is None else announced.floor
         self.draining = topic.get("drain") is not None
         turn, self.trainers_turn = self.trainers_turn, trainers_turn(topic)
         if turn or self.trainers_turn:

@@ -93,7 +93,7 @@ class Sampler:
         """The oldest version that later batches may train."""
         changed = None if self._topic is None else newest_settings(self._topic)
         bound = self._bound if changed is None else changed.max_staleness
-        return (self.directory.published or 0) - (bound or 0)
+        return max((self.directory.published or 0) - (bound or 0), self.directory.floor)
 
     async def follow(self, topic: Topic) -> None:
         """Follow the topic and publish figures on it. Waits for the topic; runs until cancelled."""

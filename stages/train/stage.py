@@ -346,7 +346,7 @@ class TrainStage(Stage):
         clock = time.perf_counter()
         with self._timed("publish_weights", f"version {self.steps}"):
             announcement = await self._in_torch(weights.write, self.steps, self.run_generation, pinned=due.evaluate)
-        await weights.announce(ports.topic, ports.weights, announcement)
+        await weights.announce(ports.topic, ports.weights, replace(announcement, floor=self.options.floor))
         self._evaluated = self.steps if due.evaluate else self._evaluated
         self.activity.extra["publish_s"] = time.perf_counter() - clock
         if weights.delta_ratio:

@@ -68,6 +68,19 @@ async def test_a_response_that_no_later_batch_may_train_is_ended(tmp_path: Path,
         assert (other.status, other.version_runs[1].version) == ("aborted", 1)
 
 
+async def test_a_response_that_a_rollback_left_behind_is_ended(tmp_path: Path) -> None:
+    """It is young enough by its version, which the run has left."""
+    sections = {"asynchrony": {"max_staleness": 5}, "rollout": {"rollout_max_response_len": ENDLESS}}
+    async with started(tmp_path, engine=simulated(SLOW_MS, ENDLESS), **sections) as world:
+        await world.ask(make_group(0, 1))
+        await all_written(world, 1)
+        newest = msgspec.msgpack.decode(world.rig.topic.get("weights") or b"", type=WeightsAnnouncement)
+        left = msgspec.structs.replace(newest, version=newest.version + 1, floor=newest.version + 1)
+        world.rig.topic.publish("weights", msgspec.msgpack.encode(left))
+        [ended] = await world.whole(1)
+        assert (ended.status, ended.version_runs[1].version) == ("aborted", newest.version)
+
+
 KEPT: list[dict[str, Any]] = [
     {"asynchrony": {**BOUND, "cancel_stale_rollouts": False}},
     {"asynchrony": {**BOUND, "async_unused_samples_handler": "train_masked"}},
