@@ -15,13 +15,11 @@ Glossary, used in all folders:
     generation  how often the run was started (`run_generation`); a label of weights is `generation.version`
     incarnation how often a process was started; facts about an earlier incarnation do not count
 
-A single-turn group travels whole in one slice. A multi-turn group travels sample by sample as each finishes, and the
-group stage joins them by (group_id, sample index).
+A single-turn group travels whole in one slice. Samples of several turns travel by themselves, to the group stage.
 
 Invariants: field order is the wire format (append only, with defaults); an array of a message is never written to, and
-its byte order is little-endian (transport/codec.py knows the types by `wire_dtype` and `wire_frame`); arrays of one
-sample have equal length, that of its tokens; every token lies in exactly one version run; a failed sample carries its
-reason.
+its byte order is little-endian (transport/codec.py); arrays of one sample have equal length, that of its tokens; every
+token lies in exactly one version run; a failed sample carries its reason.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from configs.plan.goodput import choose_ahead, chosen_line
 from configs.rules.validate import checked
 from configs.schema import Config
 from configs.schema.notation import cure
-from models.checkpoint import final_path, manifests
 from models.errors import UserFault
 from models.fault_injection import FAULTS_FILE, InjectedFault, noted
 from pipeline.control.autoscale import Adviser
@@ -34,7 +33,6 @@ from pipeline.control.endpoint import Command, Drain, Kill, Pause, Reply, Resume
 from pipeline.control.monitor import Monitor, RunParts
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.supervise.lifecycle import damage
 from stages.group.filters import parse_filters
 from stages.topic_values import SETTINGS, Sampling, Settings, write_settings
 from stages.train.checkpoints import SAVE
@@ -189,15 +187,6 @@ class RunControl:
 
     async def _rollback(self, step: int) -> tuple[str, ...]:
         self._check_started()
-        kept = [manifest.step for manifest in await asyncio.to_thread(manifests, self.rundir.checkpoints)]
-        if step not in kept:
-            steps = ", ".join(map(str, sorted(kept))) or "none"
-            raise UsageError(
-                f"no checkpoint of step {step} is kept, but of {steps}; choose one of these, and keep more with "
-                "--save-interval and --keep-last-n"
-            )
-        if (fault := await asyncio.to_thread(damage, final_path(self.rundir.checkpoints, step))) is not None:
-            raise UsageError(fault)
         await self.runner.rollback(step)
         self.recorder.changed("rollback", f"to step {step}")
         return (f"the trainer starts again from the checkpoint of step {step}, whose weights become the next version",)

@@ -20,14 +20,14 @@ from typing import ClassVar, Final
 import msgspec
 
 from configs.graph import SINGLE
-from models.checkpoint import final_path
+from models.checkpoint import final_path, manifests
 from models.train.trainer_group.rank_spec import PeerGone
 from pipeline.errors import UsageError, check_repeatable, leaf
 from pipeline.graph import Placement
 from pipeline.hosts.launcher import Launcher, describe_exit, run_until
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.worker import ReplicaSpec, run_replica
-from pipeline.supervise.lifecycle import Lifecycle
+from pipeline.supervise.lifecycle import Lifecycle, damage
 from pipeline.supervise.restarts import Restarts, Supervision
 from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_unit import Ranks, TrainerUnit
@@ -150,12 +150,22 @@ class Runner(ABC):
                 self.lifecycle.retired(member.stage, member.replica, why)
 
     async def rollback(self, step: int) -> None:
-        """Start the trainer again from the checkpoint of a step. Raises UsageError where it is not started again."""
+        """Start the trainer again from the checkpoint of a step. Raises UsageError where it cannot be."""
+        kept = [manifest.step for manifest in await asyncio.to_thread(manifests, self.rundir.checkpoints)]
+        checkpoint = final_path(self.rundir.checkpoints, step)
+        if step not in kept:
+            steps = ", ".join(map(str, sorted(kept))) or "none"
+            raise UsageError(
+                f"no checkpoint of step {step} is kept, but of {steps}; choose one of these, and keep more with "
+                "--save-interval and --keep-last-n"
+            )
+        if (fault := await asyncio.to_thread(damage, checkpoint)) is not None:
+            raise UsageError(fault)
         if self._trainer is None or self.config.asynchrony.colocate:
             how = "--runner inprocess" if self._trainer is None else "--colocate"
             raise UsageError(
                 f"with {how} the trainer is not started again in a running run; drain the run, and begin another with "
-                f"--hf-checkpoint {final_path(self.rundir.checkpoints, step) / 'hf'}"
+                f"--hf-checkpoint {checkpoint / 'hf'}"
             )
         await self._trainer.rollback(step)
 

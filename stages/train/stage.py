@@ -35,7 +35,7 @@ from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
 from stages.rollouts import without_older
 from stages.sample_log import drop_after
-from stages.topic_values import released, settings_at, updates_ended
+from stages.topic_values import settings_at, updates_ended
 from stages.train.batch import Batch, BatchLog, for_trainer
 from stages.train.checkpoints import Checkpoints, Recovery
 from stages.train.held_groups import HeldGroups
@@ -67,7 +67,6 @@ class TrainStage(Stage):
         self.backend: TrainBackend  # from setup on
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
-        self._evaluated = -1  # newest version that an evaluation needs
         self._reports = 0
         self._target = TargetLoss(config)
         self.log = BatchLog(config, context.run_dir, context.spans)
@@ -288,7 +287,7 @@ class TrainStage(Stage):
             target_reached=self._target.reached(metrics),
             save_requested=self.checkpoints.requested(ports.topic),
         )
-        if due.evaluate and not due.end and self._evaluating(ports.topic):
+        if due.evaluate and not due.end and self.weights is not None and self.weights.evaluating(ports.topic):
             due = replace(due, evaluate=False)
             metrics["eval/skipped"] = 1.0
         await asyncio.to_thread(self.recovery.keep, self.steps, batch.slices)
@@ -331,23 +330,17 @@ class TrainStage(Stage):
             number = f"{self.run_generation}.{self.options.incarnation}/{self._reports}"
             await ports.outlets["settle"].send(report, f"{type(report).__name__}/{number}")
 
-    def _evaluating(self, topic: Topic) -> bool:
-        """Whether engines that evaluate alone are at an earlier version: training does not wait for them."""
-        return self.weights is not None and self.weights.apart and released(topic) < self._evaluated
-
     async def _publish(self, ports: Ports, due: Due) -> None:
         """Write the weights into the free slot and announce them."""
         weights = self.weights
         if weights is None:
             return
         if weights.newest >= 0:
-            pinned = -1 if weights.apart else self._evaluated
-            await await_landing(ports.topic, weights.newest, pinned, lambda: self.groups.drained is not None)
+            await await_landing(ports.topic, weights.newest, weights.pinned, lambda: self.groups.drained is not None)
         clock = time.perf_counter()
         with self._timed("publish_weights", f"version {self.steps}"):
             announcement = await self._in_torch(weights.write, self.steps, self.run_generation, pinned=due.evaluate)
         await weights.announce(ports.topic, ports.weights, replace(announcement, floor=self.options.floor))
-        self._evaluated = self.steps if due.evaluate else self._evaluated
         self.activity.extra["publish_s"] = time.perf_counter() - clock
         if weights.delta_ratio:
             self.activity.extra["delta_ratio"] = weights.delta_ratio

@@ -133,9 +133,10 @@ class WeightPublisher:
         """`write`: writes the backend's weights into a slot; `prove`: scores the canary sequences with them. Raises
         SlotDirectoryError."""
         self.transport = config.update.update_weight_transport
-        self.apart = config.eval.apart  # evaluations have engines of their own
         self.newest = -1  # version of the last announcement
+        self.pinned = -1  # newest version that the engines of the rollouts must have for its evaluation
         self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
+        self._apart, self._evaluated = config.eval.apart, -1  # newest version for engines that evaluate alone
         self._write, self._prove = write, prove
         self._lease = DirectoryLease(slots)
         self._deltas: DeltaStore | None = None
@@ -158,15 +159,23 @@ class WeightPublisher:
         """Publish it to the engines. A pinned version is also found under its own key, by an engine that comes late to
         its evaluation."""
         await weights.offer(Path(announcement.path))
-        apart = announcement.pinned and self.apart
-        value = msgspec.msgpack.encode(msgspec.structs.replace(announcement, pinned=announcement.pinned and not apart))
-        if announcement.pinned and not apart:
+        pins = announcement.pinned and not self._apart
+        value = msgspec.msgpack.encode(msgspec.structs.replace(announcement, pinned=pins))
+        if pins:
+            self.pinned = announcement.version
             await topic.publish(f"{PINNED}{announcement.version}", value)
         await topic.publish("weights", value)
         self.newest = announcement.version
-        if apart:  # last: the engines of the rollouts neither wait for the copy nor keep the version
+        if (
+            announcement.pinned and self._apart
+        ):  # last: the engines of the rollouts neither wait for the copy nor keep the version
+            self._evaluated = announcement.version
             kept = await asyncio.to_thread(self._kept, announcement, released(topic))
             await topic.publish(f"{PINNED}{announcement.version}", msgspec.msgpack.encode(kept))
+
+    def evaluating(self, topic: Topic) -> bool:
+        """Whether engines that evaluate alone are not done with an earlier version: training does not wait for them."""
+        return self._apart and released(topic) < self._evaluated
 
     def close(self) -> None:
         """Remove the slots. May be called twice."""
