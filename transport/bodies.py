@@ -29,8 +29,6 @@ def body_frames(body: Body) -> Frames:
     """The bytes of a body: one frame, or a tuple of frames."""
     if isinstance(body, bytes):
         return (body,)
-    if isinstance(body, bytes):
-        return (body,)
     frames = body if isinstance(body, tuple) else (body,)
     return tuple(frame.buffer if isinstance(frame, zmq.Frame) else frame or b"" for frame in frames)
 

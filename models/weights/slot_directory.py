@@ -49,9 +49,8 @@ def slots_directory(run_id: str, run_dir: Path, checkpoint: str, *, evaluated: b
     """Where the weights are published: shared memory if it has room for two versions, else the run directory.
     `evaluated`: and for two copies that evaluations may need (stages/train/weights.py)."""
     nbytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
-    return choose_directory(
-        run_id, run_dir, (4 if evaluated else 2) * nbytes
-    )  # twice: the trainer may publish fp32 of a bf16 checkpoint
+    times = 4 if evaluated else 2  # the trainer may publish fp32 of a bf16 checkpoint
+    return choose_directory(run_id, run_dir, times * nbytes)
 
 
 class DirectoryLease:

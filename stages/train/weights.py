@@ -166,9 +166,8 @@ class WeightPublisher:
             await topic.publish(f"{PINNED}{announcement.version}", value)
         await topic.publish("weights", value)
         self.newest = announcement.version
-        if (
-            announcement.pinned and self._apart
-        ):  # last: the engines of the rollouts neither wait for the copy nor keep the version
+        if announcement.pinned and self._apart:
+            # Last: the engines of the rollouts neither wait for the copy nor keep the version.
             self._evaluated = announcement.version
             kept = await asyncio.to_thread(self._kept, announcement, released(topic))
             await topic.publish(f"{PINNED}{announcement.version}", msgspec.msgpack.encode(kept))
