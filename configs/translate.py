@@ -23,6 +23,7 @@ _ASYNC: Final = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 _SFT: Final = "slime.rollout.sft_rollout.generate_rollout"
 _NONZERO: Final = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 _TEACHER: Final = "slime.rollout.on_policy_distillation."
+_SOURCE: Final = "slime.rollout.data_source.RolloutDataSource"
 _FUSIONS: Final = {"rope-fusion": "apply-rope-fusion"}  # Megatron-LM's flag -> Megatron-core's field
 _MEGATRON_MARK: Final = "latest_checkpointed_iteration.txt"
 
@@ -253,6 +254,11 @@ def _rollout_function(values: tuple[str, ...], given: Given) -> Answer | None:
     return None
 
 
+def _source_class(values: tuple[str, ...], given: Given) -> Answer | None:
+    """slime's own, which give the rows of `--prompt-data`."""
+    return Answer() if values in ((_SOURCE,), (f"{_SOURCE}WithBuffer",)) else None
+
+
 def _sampling_filter(values: tuple[str, ...], given: Given) -> Answer | None:
     return Answer(("--dynamic-sampling-filter", "nonzero_std")) if values == (_NONZERO,) else None
 
@@ -316,6 +322,7 @@ RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = 
     "update-weight-mode": _update_mode,
     "update-weight-transport": _update_transport,
     "rollout-function-path": _rollout_function,
+    "data-source-path": _source_class,
     "dynamic-sampling-filter-path": _sampling_filter,
     "debug-train-only": _supervised,
     "disable-compute-advantages-and-returns": _no_advantages,

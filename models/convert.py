@@ -147,7 +147,7 @@ def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]
 
     from configs.schema.algorithm import AlgorithmConfig
     from configs.schema.train import MegatronConfig, TrainConfig
-    from models.families.registry import read_hf_config
+    from models.families.source import read_hf_config
     from models.train.megatron.processes import build_layout
     from models.train.spec import TrainSpec
 

@@ -6,17 +6,14 @@ Hugging Face checkpoints. Nothing in this folder imports Megatron-core.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.model_shapes import Latent
 from configs.schema.notation import did_you_mean
-from models.disk import read_file
-from models.errors import CheckpointUnavailable, UnsupportedModel
+from models.errors import UnsupportedModel
 from models.families import decoder
 from models.families.config_json import check_keys, need, read_rope, shape_of, with_published_name
 from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
@@ -218,19 +215,3 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
             "Any causal language model of transformers trains with --train-backend fsdp"
         )
     return make(hf_config)
-
-
-def read_hf_config(directory: Path) -> dict[str, Any]:
-    """The `config.json` of a checkpoint. Raises `CheckpointUnavailable`."""
-    path = directory / "config.json"
-    try:
-        found = json.loads(read_file(path))
-    except OSError as error:
-        raise CheckpointUnavailable(
-            f"{path} cannot be read ({error.strerror}); give a directory in Hugging Face format"
-        ) from error
-    except ValueError as error:
-        raise CheckpointUnavailable(f"{path} is not JSON ({error}); download the model again") from error
-    if not isinstance(found, dict):
-        raise CheckpointUnavailable(f"{path} holds no object; download the model again")
-    return found

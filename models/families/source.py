@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from configs.schema import Config
+from configs.schema.model_shapes import known_shape, matrices
 from models.disk import read_file
 from models.errors import CheckpointUnavailable, first_line
 
@@ -167,15 +170,60 @@ def files_by_name(directory: Path) -> dict[str, Path]:
 
 
 def check_files(directory: Path) -> None:
-    """Each file has a header that can be read, and is as long as that says. Raises `CheckpointUnavailable`."""
+    """Each file has a header that can be read, is as long as that says, and its tensors are those of `config.json`.
+    Raises `CheckpointUnavailable`."""
     from safetensors import safe_open
 
+    shapes: dict[str, list[int]] = {}
     for path in sorted({*files_by_name(directory).values()}):
         try:
-            with safe_open(path, framework="np"):
-                pass
+            with safe_open(path, framework="np") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
         except Exception as error:  # the binding's own, and OSError
             raise CheckpointUnavailable(f"{path} cannot be read ({error}); fetch the checkpoint again") from error
+    if difference := next(_differences(read_hf_config(directory), shapes), None):
+        raise CheckpointUnavailable(
+            f"the weights in {directory} are not those of its config.json: {difference}; give the config.json that was "
+            "published with them, or fetch the checkpoint again"
+        )
+
+
+def _differences(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> Iterator[str]:
+    """Of the names and shapes of matrices. A matrix that no layer has may have another name in this family."""
+    shape = known_shape(config)
+    if shape is None or config.get("quantization_config"):
+        return
+    wanted = {"model.embed_tokens.weight": [shape.vocabulary, shape.hidden]}
+    kinds = {re.sub(r"\d+", "N", name, count=1) for name in shapes}
+    for layer in range(shape.layers):
+        for matrix in matrices(shape, layer):
+            for part in (f"self_attn.{matrix.name}.weight", f"mlp.{matrix.name}.weight"):
+                if f"model.layers.N.{part}" in kinds:
+                    wanted[f"model.layers.{layer}.{part}"] = [matrix.outputs, matrix.inputs]
+    for name, expected in wanted.items():
+        if shapes.get(name, expected) != expected:
+            yield f"{name} has shape {shapes[name]} instead of {expected}"
+        elif name not in shapes and name != "model.embed_tokens.weight":
+            yield f"{name} is missing"
+    layers = shape.layers + sum(int(config.get(key) or 0) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
+    if f"model.layers.{layers}.input_layernorm.weight" in shapes:
+        yield f"it says {shape.layers} layers, and they have more"
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """The `config.json` of a checkpoint. Raises `CheckpointUnavailable`."""
+    path = directory / "config.json"
+    try:
+        found = json.loads(read_file(path))
+    except OSError as error:
+        raise CheckpointUnavailable(
+            f"{path} cannot be read ({error.strerror}); give a directory in Hugging Face format"
+        ) from error
+    except ValueError as error:
+        raise CheckpointUnavailable(f"{path} is not JSON ({error}); download the model again") from error
+    if not isinstance(found, dict):
+        raise CheckpointUnavailable(f"{path} holds no object; download the model again")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

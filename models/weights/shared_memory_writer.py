@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from models.errors import LayoutMismatch, SlotSpaceError, SourceError
-from models.families.registry import read_hf_config
-from models.families.source import copy_all_but_weights, files_by_name
+from models.families.source import copy_all_but_weights, files_by_name, read_hf_config
 from models.weights.layout import (
     ELEMENT_BYTES,
     TORCH_NAMES,

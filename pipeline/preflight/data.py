@@ -27,9 +27,10 @@ from configs.resolve import num_rollout_for
 from configs.schema import Config, generates
 from models.arithmetic import ArithmeticFiles, write_arithmetic
 from models.engines.client import EngineClient
+from models.engines.embedded.model_spec import served_shape
 from models.engines.token import Token, read_token
-from models.errors import CheckpointUnavailable, EngineError, EngineRefused, EngineUnauthorized
-from models.families.source import check_files, context_limit
+from models.errors import CheckpointUnavailable, EngineError, EngineRefused, EngineStartError, EngineUnauthorized
+from models.families.source import check_files, context_limit, read_hf_config
 from pipeline.errors import NotHere, UsageError
 from pipeline.facts.run_directory import RunDir, disk_error, in_use
 from pipeline.hosts.machine import HOST, PortInUse, held_port
@@ -253,16 +254,21 @@ def check_run_dir(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """The headers of the files, which say how long these are. Files other than safetensors are left to their reader."""
+    """The headers of the files, which say how long these are; and whether the embedded engine serves the model. Files
+    other than safetensors are left to their reader, which that engine is not."""
     flags = {place: f"--frozen-engine {name}=" for name, place in frozen_engines(config).items()}
     flags |= {config.critic.critic_load or "": "--critic-load ", config.train.ref_load or "": "--ref-load "}
     flags[config.train.hf_checkpoint] = "--hf-checkpoint "
     places = {place: Path(place).expanduser() for place in flags if place not in BUILT_IN_MODELS and place}
+    embedded = config.engine.engine == "embedded" and generates(config)
+    served = {config.train.hf_checkpoint, *frozen_engines(config).values()} if embedded else set[str]()
     for place, path in places.items() if config.train.train_backend != "simulated" else ():
         try:
-            if path.is_dir() and not any(path.glob("*.bin")):
+            if path.is_dir() and place in served:
+                served_shape(read_hf_config(path), path)
+            if path.is_dir() and (place in served or not any(path.glob("*.bin"))):
                 check_files(path)
-        except CheckpointUnavailable as error:
+        except (CheckpointUnavailable, EngineStartError) as error:
             raise UsageError(f"{flags[place]}{place}: {error}") from error
     if names := [place for place, path in places.items() if not path.is_dir() and not is_address(place)]:
         raise NotHere(f"weights and tokenizer of {', '.join(names)}: the Hugging Face hub is asked at the start")

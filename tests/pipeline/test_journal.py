@@ -30,7 +30,7 @@ from configs.schema import Config
 from models.checkpoint import CheckpointError, commit_directory, draft_path, final_path, read_manifest
 from models.engines.token import read_token
 from models.errors import DeltaError, UserFault
-from models.families.registry import read_hf_config
+from models.families.source import read_hf_config
 from models.fault_injection import injected
 from models.weights.delta import read_header
 from models.weights.layout import read_layout

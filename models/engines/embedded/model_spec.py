@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from configs.schema.model_shapes import ModelShape, read_shape, refused_keys
 from models.errors import CheckpointUnavailable, EngineStartError, UnsupportedModel
-from models.families.config_json import read_rope
-from models.families.registry import read_hf_config
+from models.families.source import read_hf_config
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 # Values of config.json that this engine computes although the trainers do not, and those without influence on it.
@@ -55,25 +55,9 @@ class ModelSpec:
             config = read_hf_config(directory)
         except CheckpointUnavailable as error:
             raise EngineStartError(f"model_path={directory}: {error}") from error
-        architecture = str((config.get("architectures") or ["(none)"])[0])
-        if architecture not in ARCHITECTURES:
-            raise EngineStartError(
-                f"architectures=['{architecture}'] of {directory} is not served by the embedded engine, which knows "
-                f"{', '.join(ARCHITECTURES)}; serve this model with SGLang"
-            )
-        for key in refused_keys(config, COMPUTED):
-            raise EngineStartError(
-                f"{key}={config.get(key)!r} of {directory}: only {ONLY.get(key, 'its default')} can be computed by the "
-                "embedded engine; serve this model with SGLang"
-            )
-        try:
-            shape = read_shape(config, ARCHITECTURES[architecture])
-        except KeyError as error:
-            raise EngineStartError(
-                f"config.json of {directory} has no {error.args[0]}; give that which was published with the model"
-            ) from error
+        shape = served_shape(config, directory)
         return cls(
-            architecture=architecture,
+            architecture=config["architectures"][0],
             model_type=str(config.get("model_type", shape.family)),
             shape=shape,
             max_positions=int(config["max_position_embeddings"]),
@@ -87,7 +71,30 @@ class ModelSpec:
         return self.shape.layers * self.shape.key_values * int(dtype.itemsize)
 
 
+def served_shape(config: Mapping[str, Any], directory: Path) -> ModelShape:
+    """Of the `config.json` in a directory. Raises `EngineStartError` if the engine does not compute this model."""
+    architecture = str((config.get("architectures") or ["(none)"])[0])
+    if architecture not in ARCHITECTURES:
+        raise EngineStartError(
+            f"architectures=['{architecture}'] of {directory} is not served by the embedded engine, which knows "
+            f"{', '.join(ARCHITECTURES)}; serve this model with SGLang"
+        )
+    for key in refused_keys(config, COMPUTED):
+        raise EngineStartError(
+            f"{key}={config.get(key)!r} of {directory}: only {ONLY.get(key, 'its default')} can be computed by the "
+            "embedded engine; serve this model with SGLang"
+        )
+    try:
+        return read_shape(config, ARCHITECTURES[architecture])
+    except KeyError as error:
+        raise EngineStartError(
+            f"config.json of {directory} has no {error.args[0]}; give that which was published with the model"
+        ) from error
+
+
 def _inverse_frequencies(config: dict[str, Any], head_dim: int, directory: Path) -> tuple[float, ...]:
+    from models.families.config_json import read_rope
+
     rope = None
     with contextlib.suppress(UnsupportedModel):
         rope = read_rope(config, head_width=head_dim)

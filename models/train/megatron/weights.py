@@ -26,8 +26,8 @@ from torch import Tensor
 from models.errors import CheckpointUnavailable
 from models.families.decoder import Architecture
 from models.families.hugging_face_names import Weight, padded_vocab, part
-from models.families.registry import architecture_of, read_hf_config
-from models.families.source import CheckpointTensors, local_directory, not_fetched
+from models.families.registry import architecture_of
+from models.families.source import CheckpointTensors, local_directory, not_fetched, read_hf_config
 from models.train.megatron.inputs import RowForm
 from models.train.megatron.parameters import BUCKET_BYTES, export_buckets, held_parameters
 from models.train.megatron.processes import ParallelSizes
