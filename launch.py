@@ -134,7 +134,7 @@ def _settle(arguments: Arguments, *, notify: bool) -> tuple[Config, list[str]]:
     faults = [*arguments.faults, *arguments.judged(found.faults)]
     left_out: list[str] = []
     if faults or arguments.dry_run:  # a run does so itself
-        from pipeline.preflight.data import MACHINE
+        from pipeline.preflight.machine import MACHINE
         from pipeline.preflight.refusals import refusals
 
         try:

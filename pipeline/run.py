@@ -42,6 +42,7 @@ from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import collect_less, gpus_used, interruptible, raise_file_limit
 from pipeline.observe.report import conclude, summarise
 from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
+from pipeline.preflight.machine import check_targets
 from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
@@ -78,6 +79,7 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
                     log_line(f"starts: pid {os.getpid()} on {socket.gethostname()}, sluice {release()}")
                     with named("functions, environments and options are checked; ended by a limit of 120 s for each"):
                         refuse(config)  # now, not after a warm start
+                        check_targets(config)
                     with _connected(config, launchers, resumed) as connected_launchers:
                         return _run(config, rundir, connected_launchers, resumed.times if resumed else 0)
             except Exception as error:

@@ -28,6 +28,7 @@ import numpy as np
 from configs.schema import Config
 from models.import_path import ImportPathError, add_working_directory, import_path, raised
 from models.slime_arguments import SlimeArguments, slime_arguments
+from stages.base import Stage
 from stages.errors import UntrainableGroup
 from stages.graders.grade import GradeRequest, UnknownGraderError
 from stages.graders.registry import custom_grader, is_import_path
@@ -37,6 +38,8 @@ from stages.messages import Int32Array as Ids
 from stages.messages import PromptGroup, RolloutSlice, Sample, UInt8Array, VersionRun, wire
 from stages.reward.components import Row, Selection
 from stages.slime import hooks
+from stages.tools.registry import BUILT_IN, import_tool
+from stages.tools.tool import UnknownToolError
 
 TRY_S: Final = 20  # for one call
 
@@ -52,7 +55,9 @@ def functions_of(config: Config) -> tuple[str, ...]:
     names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
     values = {name: settings[kind.flag[2:].replace("-", "_")] for name, kind in KINDS.items() if kind.flag}
     paths = {kind: value for kind, value in values.items() if value and (kind not in _NAMED or ":" in value)}
-    return (*graders_of(names, config), *(f"{kind}={path}" for kind, path in paths.items()))
+    tools = (f"tool={tool}" for tool in config.tools.tools if tool not in BUILT_IN)
+    stages = (f"stage={stage.path}" for stage in config.stage)
+    return (*graders_of(names, config), *(f"{kind}={path}" for kind, path in paths.items()), *tools, *stages)
 
 
 def graders_of(names: Iterable[str], config: Config) -> tuple[str, ...]:
@@ -165,6 +170,12 @@ def _on_tokens(kind: str, path: str, config: Config) -> None:
             group_objective(tokens, columns, config.algorithm, group_loss_of(path))
 
 
+def _stage(path: str) -> None:
+    found = import_path(path)
+    if isinstance(found, type) and not issubclass(found, Stage):
+        raise ImportPathError(f"import path {path!r} is no stage; derive {found.__name__} from stages.base.MapStage")
+
+
 class Kind(NamedTuple):
     """Functions of one flag: how one is imported and tried, and whether any exception of the trial is a fault."""
 
@@ -177,6 +188,8 @@ class Kind(NamedTuple):
 KINDS: Final[dict[str, Kind]] = {
     "grader": Kind(custom_grader, attempt=_grade),
     "group_grader": Kind(custom_grader, attempt=partial(_grade, responses=("2", "3"))),
+    "tool": Kind(import_tool),
+    "stage": Kind(_stage),
     "filter": Kind(import_filter, "--dynamic-sampling-filter-path", _filter),
     "generate": Kind(hooks.generate_function, "--custom-generate-function-path"),
     "rollout": Kind(hooks.rollout_function, "--rollout-function-path"),
@@ -238,12 +251,12 @@ def faults(functions: Sequence[str], tries: Config | None = None) -> tuple[list[
     problems, warnings = list[str](), list[str]()
     for name, _, path in (function.partition("=") for function in functions):
         kind = KINDS[name]
-        option = f"{kind.flag}: " if kind.flag else ""
+        option = f"{kind.flag}: " if kind.flag else "[[stage]]: " if name == "stage" else ""
         try:
             kind.load(path)
             if tries is not None and (found := tried(kind, path, tries)):
                 (problems if found[1] else warnings).append(f"{option}{found[0]}")
-        except (ImportPathError, UnknownGraderError) as error:
+        except (ImportPathError, UnknownGraderError, UnknownToolError) as error:
             problems.append(f"{option}{error}")
         except SystemExit as error:
             problems.append(f"{name} {path!r}: its module ended the process ({error}); import must only define things")

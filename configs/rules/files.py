@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from configs.flags import flags_by_key, show
+from configs.graph import frozen_engines, is_address
 from configs.layers import value_at
 from configs.schema import Config
 from configs.schema.model_shapes import FAMILIES, ModelShape, known_shape
@@ -107,7 +108,15 @@ def _label_faults(config: Config) -> Iterator[str]:
 def checkpoint_faults(config: Config) -> Iterator[str]:
     train = config.train
     reference = train.ref_load if train.ref_load != train.hf_checkpoint else None
-    for label, name in (("--hf-checkpoint", train.hf_checkpoint), ("--ref-load", reference)):
+    named = [
+        ("--hf-checkpoint", train.hf_checkpoint),
+        ("--ref-load", reference),
+        ("--critic-load", config.critic.critic_load),
+    ]
+    named += [
+        (f"--frozen-engine {name}", place) for name, place in frozen_engines(config).items() if not is_address(place)
+    ]
+    for label, name in named:
         if name is not None and (fault := checkpoint_fault(label, name)):
             yield fault
     limit = (model_config(train.hf_checkpoint) or {}).get("max_position_embeddings")

@@ -227,7 +227,10 @@ def ray_faults(config: Config) -> Iterator[str]:
             yield f"--ray-cpus {role}={count} names no role; {cure(role, ROLES)}"
         elif count < 0:
             yield f"--ray-cpus {role}={count} is less than nothing; set {role}=0, or leave it out"
-    if (config.ray.ray_address or "").startswith("ray://"):
+    address = config.ray.ray_address or "auto"
+    if address != "auto" and not address.rpartition(":")[2].isdigit():
+        yield f"--ray-address is {address!r}, but must be auto or host:port; give what `ray start --head` printed"
+    elif address.startswith("ray://"):
         yield (
             f"--ray-address is {config.ray.ray_address}, but the controller must run on a node of the cluster; "
             "start it there with --ray-address auto, or with `ray job submit`"

@@ -1,5 +1,4 @@
-"""What a run needs before it starts: its prompts, built-in models and data, engines with the policy's tokenizer; and
-what a plan (`--dry-run`) looks at on its machine.
+"""What a run needs before it starts: its prompts, built-in models and data, engines with the policy's tokenizer.
 
 Built-in names (nothing is downloaded): checkpoints `tiny` (byte-level tokenizer) and `tiny-arithmetic` (characters);
 data `arithmetic` (two-digit sums) and `arithmetic-tools` (products with a calculator), and the name of an environment
@@ -12,30 +11,23 @@ tokenize a text. A fault is one UsageError that names the engine, before any pro
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from configs.graph import engine_count, evaluation_engines, frozen_engines, is_address
+from configs.graph import frozen_engines, is_address
 from configs.layers import build, value_at
 from configs.resolve import num_rollout_for
-from configs.schema import Config, generates
+from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
 from models.engines.client import EngineClient
-from models.engines.embedded.model_spec import served_shape
 from models.engines.token import Token, read_token
-from models.errors import CheckpointUnavailable, EngineError, EngineRefused, EngineStartError, EngineUnauthorized
-from models.families.source import check_files, context_limit, read_hf_config
-from pipeline.errors import NotHere, UsageError
-from pipeline.facts.run_directory import RunDir, disk_error, in_use
-from pipeline.hosts.machine import HOST, PortInUse, held_port
-from pipeline.hosts.ray.cluster import reach
-from pipeline.preflight.refusals import bare, check_graders, entries, tokenizer_here, write_tasks
+from models.errors import EngineError, EngineRefused, EngineUnauthorized
+from models.families.source import context_limit
+from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir
+from pipeline.preflight.refusals import bare, check_graders, entries, write_tasks
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer, locate
 from stages.data.prompt_set import PromptSet, load_eval_prompts, load_train_prompts, row_preparer
@@ -161,7 +153,7 @@ HEALTH_S = 10.0
 PROBE: Final = "12 + 345 = 357\nwords and Words, don't\tdef f(x): return x**2  # Größe, 語, \U0001f642"
 
 
-def _external_token(config: Config) -> Token | None:
+def external_token(config: Config) -> Token | None:
     """What requests to engines that run already must bring."""
     file = config.sglang.rollout_external_engine_token_file
     return read_token(Path(file).expanduser()).token if file is not None else None
@@ -172,11 +164,11 @@ async def check_frozen(config: Config, tokenizer: Tokenizer | None) -> None:
     distill = config.distill
     places = frozen_engines(config)
     teachers = (distill.opd_teacher or tuple(places)) if distill.use_opd else ()
-    token = _external_token(config)
+    token = external_token(config)
     for name, place in places.items():
         if is_address(place):
             await _check_running(name, place, tokenizer if name in teachers else None, token)
-        elif name in teachers and tokenizer is not None:
+        elif name in teachers and tokenizer is not None and Path(place).is_dir():  # a plan asks no hub
             _check_checkpoint(name, Path(place), Path(config.train.hf_checkpoint), tokenizer)
 
 
@@ -237,88 +229,3 @@ def vocabulary(directory: Path) -> dict[int, str] | None:
     except Exception:  # the binding raises bare Exception
         return None  # the loader of the policy's tokenizer reported it, or the teacher's engine will
     return {token: text for text, token in backend.get_vocab().items()}
-
-
-# What a plan looks at on its machine. A run meets it as it goes on.
-
-
-def check_run_dir(config: Config) -> None:
-    """It can be made: a directory is, in it or above it, for a moment."""
-    path = Path(config.run.resume or config.run.run_dir or "runs").absolute()
-    if in_use(path):
-        raise UsageError(f"--run-dir {path} is in use by another run; choose another directory")
-    try:
-        tempfile.TemporaryDirectory(dir=next(place for place in (path, *path.parents) if place.exists())).cleanup()
-    except OSError as error:
-        raise disk_error(path, error) from error
-
-
-def check_weights(config: Config) -> None:
-    """The headers of the files, which say how long these are; and whether the embedded engine serves the model. Files
-    other than safetensors are left to their reader, which that engine is not."""
-    flags = {place: f"--frozen-engine {name}=" for name, place in frozen_engines(config).items()}
-    flags |= {config.critic.critic_load or "": "--critic-load ", config.train.ref_load or "": "--ref-load "}
-    flags[config.train.hf_checkpoint] = "--hf-checkpoint "
-    places = {place: Path(place).expanduser() for place in flags if place not in BUILT_IN_MODELS and place}
-    embedded = config.engine.engine == "embedded" and generates(config)
-    served = {config.train.hf_checkpoint, *frozen_engines(config).values()} if embedded else set[str]()
-    for place, path in places.items() if config.train.train_backend != "simulated" else ():
-        try:
-            if path.is_dir() and place in served:
-                served_shape(read_hf_config(path), path)
-            if path.is_dir() and (place in served or not any(path.glob("*.bin"))):
-                check_files(path)
-        except (CheckpointUnavailable, EngineStartError) as error:
-            raise UsageError(f"{flags[place]}{place}: {error}") from error
-    if names := [place for place, path in places.items() if not path.is_dir() and not is_address(place)]:
-        raise NotHere(f"weights and tokenizer of {', '.join(names)}: the Hugging Face hub is asked at the start")
-
-
-def check_ports(config: Config) -> None:
-    """Ports that are named are free. Those of a cluster's nodes are seen at the start."""
-    first, observe = config.engine.engine_port, config.observe
-    started = 0 if config.sglang.rollout_external_engine_addrs else engine_count(config)
-    started += sum(not is_address(place) for place in frozen_engines(config).values())
-    started += evaluation_engines(config).count("")
-    ports = {port: ("--engine-port", HOST) for port in range(first, first + started) if config.run.runner != "ray"}
-    for port, (flag, host) in (
-        ports | {observe.prometheus_port: ("--prometheus-port", observe.prometheus_host)}
-    ).items():
-        try:
-            with held_port(port, host) if port and ":" not in host else contextlib.nullcontext():
-                pass
-        except PortInUse as error:
-            raise UsageError(f"{flag}: {error.strerror}; stop what listens there, or choose another port") from error
-
-
-def check_cluster(config: Config) -> None:
-    address = config.ray.ray_address or os.environ.get("RAY_ADDRESS")
-    if config.run.runner == "ray" and address is not None:
-        reach(address)
-        raise NotHere(f"nodes and GPUs of the cluster at {address}: a run counts them when it has joined it")
-
-
-def check_running(config: Config) -> None:
-    """Engines and routers that are there already answer."""
-    if generates(config):
-        asyncio.run(_all_answer(config))
-
-
-async def _all_answer(config: Config) -> None:
-    flag, token = "--rollout-external-engine-addrs", _external_token(config)
-    servers = dict.fromkeys(config.sglang.rollout_external_engine_addrs, (flag, "/model_info"))
-    asked = ("--eval-external-engine-addrs", "/model_info")
-    servers |= {url: asked for url in evaluation_engines(config) if url}
-    if config.router.router_address is not None:
-        servers[config.router.router_address] = ("--router-address", "/health")
-    for url, (flag, path) in servers.items():
-        async with EngineClient(url, connect_timeout_s=HEALTH_S, token=token) as client:
-            try:
-                await client.call("GET", path, None, HEALTH_S)
-            except EngineError as error:
-                raise UsageError(f"{flag} {url}: {error}; start it first, or give its right address") from error
-    if config.engine.frozen_engine:
-        await check_frozen(config, tokenizer_here(config))
-
-
-MACHINE: Final = (check_run_dir, check_weights, check_ports, check_cluster, check_running)

@@ -37,12 +37,14 @@ from pipeline.hosts.machine import ROOT, child_environment, visible_gpus
 from stages.agents.worker import Hosted
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.data.prepare import Preparer, render_of
-from stages.data.prompt_set import NO_TEMPLATE, PromptSet, eval_data
+from stages.data.prompt_set import NO_TEMPLATE, PromptSet, eval_data, refuse_long
 from stages.data.rows import trusted_functions
 from stages.errors import DataError, FilterNameError
+from stages.graders.grade import UnknownGraderError
 from stages.graders.registry import listed_grader, outside, refusal
 from stages.group.filters import parse_filters
 from stages.reward.components import Selection
+from stages.reward.judge import load_template
 from stages.user_functions import functions_of, graders_of
 
 LIMIT_S = 120.0  # to import modules of the user, as a grader process has
@@ -148,7 +150,8 @@ def check_names(config: Config) -> None:
     faults = []
     try:
         parse_filters(config.filter.dynamic_sampling_filter)
-    except FilterNameError as error:
+        load_template(config.reward.judge_prompt_path)
+    except (FilterNameError, UnknownGraderError) as error:
         faults.append(str(error))
     for rule in parse_rules(config.correction.rollout_rs):
         show_line(f"rejection: {rule.meaning}")  # the bounds of k1 are easily read the wrong way round
@@ -242,6 +245,8 @@ def check_rows(config: Config) -> None:
             prepare = Preparer(rows.apply_chat_template, lambda _: (0,), lambda _: (0,), render, (), labels)
             checked = PromptSet(files, rows, prepare, trusted=trusted_functions(config))
             check_graders(config, checked.report.rm_types)
+            if own is not None:
+                refuse_long(config, keys_of_rows, checked, own)
 
 
 def sglang_parts(config: Config) -> tuple[Part, ...]:

@@ -209,6 +209,18 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
     return PromptSet(data.prompt_data, data, prepare, max_prompt_tokens=longest, trusted=trusted_functions(config))
 
 
+def refuse_long(config: Config, data: DataConfig, prompts: PromptSet, tokenizer: Tokenizer) -> None:
+    """For prompts whose length is not known yet: at least one is short enough. Raises DataError."""
+    context = context_limit(config)
+    limit = min(filter(None, (data.rollout_max_prompt_len, context and context - 1)), default=None)
+    lengths = (len(tokenizer.encode(prompts.get(index).prompt)) for index in range(len(prompts)))
+    if limit is not None and all(length > limit for length in lengths):
+        raise DataError(
+            f"no prompt of {' '.join(data.prompt_data)} has at most {limit} tokens, which --rollout-max-prompt-len and "
+            "the context (--rollout-max-context-len, else the model's) leave for it; raise them, or shorten the prompts"
+        )
+
+
 def _load_tasks(config: Config, data: DataConfig) -> PromptSet:
     """Rows that environments turn into prompts: they travel as messages, and the agents stage makes the tokens."""
     rows = msgspec.structs.replace(data, apply_chat_template=True, rollout_max_prompt_len=None)

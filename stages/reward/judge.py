@@ -58,7 +58,9 @@ def load_template(path: str | None) -> str:
     try:
         text = read_file(Path(path)).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UnknownGraderError(f"--judge-prompt-path is {path!r}, which cannot be read ({error})") from error
+        raise UnknownGraderError(
+            f"--judge-prompt-path is {path!r}, which cannot be read ({error}); correct the path"
+        ) from error
     if "{response}" not in text:
         raise UnknownGraderError(
             f"--judge-prompt-path is {path!r}, but its text has no {{response}}; write it where the response belongs"
