@@ -88,7 +88,7 @@ class Flag(Struct, frozen=True, kw_only=True):
         """Read a typed value, e.g. of a TOML file. Raises `RefusedValue`."""
         if self.kind == "tables":
             return read_tables(value, self.key)
-        if self.kind == "json" and _holds_null(value):
+        if self.kind == "json" and holds_null(value):
             raise RefusedValue(f"{self.rule} without null")
         return self._convert(value, strict=True)
 
@@ -140,6 +140,8 @@ def read_tables(value: Any, section: str) -> tuple[Any, ...]:
     known = kind.__struct_fields__
     tables = []
     for table in value:
+        if isinstance(table, dict) and holds_null(table.get("options", {})):
+            raise RefusedValue("must be tables whose options hold no null, for recipes are TOML, which has none")
         unknown = [key for key in table if key not in known] if isinstance(table, dict) else []
         if unknown:
             raise RefusedValue(f"must be tables with the keys {', '.join(known)}; {suggestion(unknown[0], known)}")
@@ -259,9 +261,9 @@ def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, 
     return f"must be {text}" + (" or none" if optional and "none" not in choices else "")
 
 
-def _holds_null(value: Any) -> bool:
+def holds_null(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(_holds_null(item) for item in value.values())
+        return any(holds_null(item) for item in value.values())
     if isinstance(value, list):
-        return any(_holds_null(item) for item in value)
+        return any(holds_null(item) for item in value)
     return value is None

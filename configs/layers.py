@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from configs.flags import Flag, flags, flags_by_key, show
+from configs.flags import Flag, flags, flags_by_key, holds_null, show
 from configs.schema import Config, DebugConfig
 from configs.schema.notation import cure
 
@@ -156,6 +156,8 @@ def _edited(config: Config, edits: Mapping[str, str]) -> Config:
 def _edit(table: S, field: str, text: str) -> S:
     fields = msgspec.to_builtins(table)
     fields[field] = msgspec.json.decode(text) if field == "options" else text
+    if holds_null(fields["options"]):
+        raise msgspec.ValidationError("options hold no null, for recipes are TOML, which has none")
     if field in ("after", "loop", "python") and text == "none":
         fields[field] = None
     return msgspec.convert(fields, type=type(table), strict=False)

@@ -126,7 +126,7 @@ def load(argv: Sequence[str]) -> Loaded:
 
 def load_arguments(arguments: Arguments) -> Loaded:
     """As `load`, for a command line that is already parsed. `--resume` reads the recipe in the run's directory."""
-    layers = _layers(arguments)
+    layers = layers_of(arguments)
     model = chosen_preset(layers)
     if model is None:
         return merge(layers)
@@ -139,7 +139,7 @@ def with_work(arguments: Arguments) -> tuple[Arguments, str]:
 
     With it a sentence for the user, empty where nothing was put in. Raises `ConfigError`.
     """
-    if any(key in layer.values for layer in _layers(arguments) for key in _WORK):
+    if any(key in layer.values for layer in layers_of(arguments) for key in _WORK):
         return arguments, ""
     if arguments.config:
         note = f"no --prompt-data, --model or --hf-checkpoint: {' '.join(arguments.config)} on the toy problem"
@@ -148,7 +148,7 @@ def with_work(arguments: Arguments) -> tuple[Arguments, str]:
     return msgspec.structs.replace(arguments, config=(QUICKSTART,)), note
 
 
-def _layers(arguments: Arguments) -> list[Layer]:
+def layers_of(arguments: Arguments) -> list[Layer]:
     """The recipes in their order, and the command line above them. Raises `ConfigError` that lists all their faults."""
     recipes = arguments.config
     resume = arguments.layer.values.get("run.resume")

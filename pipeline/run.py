@@ -41,7 +41,7 @@ from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import collect_less, gpus_used, interruptible, raise_file_limit
 from pipeline.observe.report import conclude, summarise
-from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
+from pipeline.preflight.data import check_frozen, check_vocabularies, prepare, training_prompts, with_data
 from pipeline.preflight.machine import check_targets
 from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack, last_run_generation
@@ -127,6 +127,7 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
         remove_stale(place)  # weight slots that killed runs left
     with named(f"models, tasks and checkpoints in {rundir.path} are made ready and verified; slow disks take longest"):
         config = prepare(config, rundir.path / "assets")
+        check_vocabularies(config)
         if config.engine.frozen_engine and generates(config):
             asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
         checkpoint = resumable_checkpoint(rundir.checkpoints, show_line)

@@ -19,8 +19,8 @@ from typing import Final
 import msgspec
 
 from configs.command_line import parse
-from configs.layers import ConfigError
-from configs.load import toml
+from configs.layers import ConfigError, merge, value_at
+from configs.load import layers_of, toml
 from configs.migrate.other_projects import SUFFIXES, converted
 from configs.migrate.shell_script import VERL_PROGRAMS, Launch, read_launch
 from configs.slime_options import MODEL_ARGS
@@ -160,7 +160,8 @@ def shell_command(argv: Sequence[str]) -> str:
 
 
 def recipe(argv: Sequence[str]) -> str:
-    """The settings of a command line as TOML. Raises `ConfigError`."""
+    """The settings of a command line, and of recipes that it names, as TOML. Raises `ConfigError`."""
     if (unknown := next((token for token in argv if "$" in token), None)) is not None:
         raise ConfigError(f"{unknown!r} holds a variable of the shell, but a recipe has none; write its value there")
-    return toml(msgspec.to_builtins(parse(argv).layer.values))
+    loaded = merge(layers_of(parse(argv)))
+    return toml({key: msgspec.to_builtins(value_at(loaded.config, key)) for key in loaded.given})

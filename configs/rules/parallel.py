@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from configs.plan.gpus import Layout, layout_of, own_stages, stage_layers
 from configs.schema import Config
-from configs.schema.model_shapes import ModelShape, known_shape
+from configs.schema.model_shapes import ModelShape, known_shape, matrices
+from configs.schema.notation import cure
 from configs.schema.train import has_transformer_engine
 from configs.sources import known_model
 
@@ -185,6 +186,13 @@ def lora_faults(config: Config) -> Iterator[str]:
         )
     if lora.lora_rank and not lora.lora_target_modules:
         yield "--lora-target-modules is empty, but adapters need a place; write all-linear, or names such as q_proj"
+    shape = known_shape(known_model(config) or {}) if lora.lora_rank else None
+    if shape is None or shape.family not in ("llama", "qwen2", "qwen3"):  # others join or split their matrices
+        return
+    known = ("all-linear", "lm_head", "embed_tokens", *(matrix.name for matrix in matrices(shape, 0)))
+    for name in lora.lora_target_modules:
+        if name.rpartition(".")[2] not in known:
+            yield f"--lora-target-modules holds {name!r}, which is no module of the model; {cure(name, known)}"
 
 
 def warnings(config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ from configs.graph import frozen_engines, is_address
 from configs.layers import build, value_at
 from configs.resolve import num_rollout_for
 from configs.schema import Config
+from configs.sources import model_config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
 from models.engines.client import EngineClient
 from models.engines.token import Token, read_token
@@ -213,6 +214,26 @@ def _check_checkpoint(name: str, teacher: Path, policy: Path, tokenizer: Tokeniz
         raise _differs(f"{name}={teacher}", how)
 
 
+def check_vocabularies(config: Config) -> None:
+    """The model has a row for each token of its tokenizer. Reference and critic read the policy's token ids: none may
+    mean another text to them. Raises UsageError."""
+    policy, size = config.train.hf_checkpoint, (model_config(config.train.hf_checkpoint) or {}).get("vocab_size")
+    last = max(vocabulary(Path(policy).expanduser(), added=False) or [0])
+    if isinstance(size, int) and last >= size:
+        raise UsageError(
+            f"--hf-checkpoint {policy}: its tokenizer has tokens up to {last}, but its config.json says vocab_size "
+            f"{size}; give the tokenizer that was published with the model"
+        )
+    ours = vocabulary(Path(policy).expanduser()) or {}
+    for flag, place in (("--ref-load", config.train.ref_load), ("--critic-load", config.critic.critic_load)):
+        theirs = vocabulary(Path(place).expanduser()) or {} if place is not None else {}
+        if token := next((token for token, text in ours.items() if theirs.get(token, text) != text), None):
+            raise UsageError(
+                f"{flag} is {place!r}, whose token {token} is {theirs[token]!r}, and the policy's is {ours[token]!r}; "
+                "choose a checkpoint with the policy's tokenizer"
+            )
+
+
 def _differs(entry: str, how: str) -> UsageError:
     return UsageError(
         f"--frozen-engine {entry}: its tokenizer is not the policy's ({how}), but a teacher scores the policy's token "
@@ -220,12 +241,13 @@ def _differs(entry: str, how: str) -> UsageError:
     )
 
 
-def vocabulary(directory: Path) -> dict[int, str] | None:
-    """Token id -> text as `tokenizer.json` has it, added tokens included; None without that file or of another form."""
+def vocabulary(directory: Path, *, added: bool = True) -> dict[int, str] | None:
+    """Token id -> text as `tokenizer.json` has it, with `added` tokens or without; None without that file or of another
+    form."""
     import tokenizers
 
     try:
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception:  # the binding raises bare Exception
         return None  # the loader of the policy's tokenizer reported it, or the teacher's engine will
-    return {token: text for text, token in backend.get_vocab().items()}
+    return {token: text for text, token in backend.get_vocab(added).items()}

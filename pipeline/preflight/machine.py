@@ -23,7 +23,7 @@ from pipeline.errors import NotHere, Refused, UsageError
 from pipeline.facts.run_directory import disk_error, in_use
 from pipeline.hosts.machine import HOST, PortInUse, held_port
 from pipeline.hosts.ray.cluster import reach
-from pipeline.preflight.data import BUILT_IN_MODELS, HEALTH_S, check_frozen, external_token
+from pipeline.preflight.data import BUILT_IN_MODELS, HEALTH_S, check_frozen, check_vocabularies, external_token
 from pipeline.preflight.refusals import tokenizer_here
 from stages.train.saved_groups import SavedBatches
 
@@ -145,5 +145,6 @@ async def _all_answer(config: Config) -> None:
 
 
 MACHINE: Final = (
-    check_run_dir, check_targets, check_batches, check_weights, check_ports, check_cluster, check_running
+    check_run_dir, check_targets, check_batches, check_weights, check_vocabularies, check_ports, check_cluster,
+    check_running,
 )  # fmt: skip

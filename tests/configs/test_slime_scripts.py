@@ -132,6 +132,8 @@ def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
     ("--rollout-function-path slime.rollout.sft_rollout.generate_rollout --debug-train-only "
      "--disable-compute-advantages-and-returns", ["--loss-type", "sft_loss"]),
     ("--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async", ["--mode", "async"]),
+    ("--data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer", []),
+    ("--data-source-path mine.Source", ["--data-source-path", "mine.Source"]),
     ("--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
      ["--dynamic-sampling-filter", "nonzero_std"]),
     ("--custom-rm-path slime.rollout.on_policy_distillation.reward_func --rm-url http://h:1/generate --opd-type sglang",
@@ -428,6 +430,27 @@ def test_a_script_becomes_a_recipe(script: Path, capsys: pytest.CaptureFixture[s
     assert tables["data"]["prompt_data"] == ["/data/train.jsonl"]
     assert tables["rollout"]["rollout_batch_size"] == 32
     assert tables["sglang"]["sglang_args"] == {"cuda_graph_bs_decode": ["1", "2", "4", "6"]}
+
+
+def test_a_recipe_has_what_recipes_and_environments_on_the_command_line_say(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Read back as a recipe; null, which TOML has not, is refused."""
+    script.write_text(SCRIPT.replace("${DATA_DIR}", "/data"))
+    given = ["--config", "guess_number", "environment.guess_number.workers=3"]
+    assert launch.main(["convert", str(script), "--toml", *given, "stage.x.options={}"]) == 2
+    capsys.readouterr()
+    assert launch.main(["convert", str(script), "--toml", *given]) == 0
+    (script.parent / "mine.toml").write_text(capsys.readouterr().out)
+    config = load(["--config", str(script.parent / "mine.toml")]).config
+    assert (config.environment[0].name, config.environment[0].workers) == ("guess_number", 3)
+    assert config.data.prompt_data == ("/data/train.jsonl",)
+    for null in (
+        'environment=[{"name":"e","path":"a:B","options":{"a":[null]}}]',
+        'environment.guess_number.options={"a":null}',
+    ):
+        assert launch.main(["convert", str(script), "--toml", *given, null]) == 2
+        assert "options hold no null" in capsys.readouterr().err
 
 
 def test_options_that_are_not_here_are_left_out_of_the_command(
