@@ -107,16 +107,12 @@ def _label_faults(config: Config) -> Iterator[str]:
 
 def checkpoint_faults(config: Config) -> Iterator[str]:
     train = config.train
-    reference = train.ref_load if train.ref_load != train.hf_checkpoint else None
-    named = [
-        ("--hf-checkpoint", train.hf_checkpoint),
-        ("--ref-load", reference),
-        ("--critic-load", config.critic.critic_load),
-    ]
-    named += [
-        (f"--frozen-engine {name}", place) for name, place in frozen_engines(config).items() if not is_address(place)
-    ]
-    for label, name in named:
+    named: dict[str | None, str] = {
+        name: f"--frozen-engine {engine}" for engine, name in frozen_engines(config).items() if not is_address(name)
+    }
+    named |= {config.critic.critic_load: "--critic-load", train.ref_load: "--ref-load"}
+    named[train.hf_checkpoint] = "--hf-checkpoint"
+    for name, label in reversed(named.items()):
         if name is not None and (fault := checkpoint_fault(label, name)):
             yield fault
     limit = (model_config(train.hf_checkpoint) or {}).get("max_position_embeddings")

@@ -82,9 +82,11 @@ def check_weights(config: Config) -> None:
     served = {config.train.hf_checkpoint, *frozen_engines(config).values()} if embedded else set[str]()
     for place, path in places.items() if config.train.train_backend != "simulated" else ():
         try:
-            if path.is_dir() and place in served:
+            if not (path / "config.json").is_file():  # the rules have said so
+                continue
+            if place in served:
                 served_shape(read_hf_config(path), path)
-            if path.is_dir() and (place in served or not any(path.glob("*.bin"))):
+            if place in served or not any(path.glob("*.bin")):
                 check_files(path)
         except (CheckpointUnavailable, EngineStartError) as error:
             raise UsageError(f"{flags[place]}{place}: {error}") from error
