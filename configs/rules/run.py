@@ -10,7 +10,7 @@ from configs.graph import replicas
 from configs.load import CONFIG_FILE
 from configs.plan.gpus import trainer_processes
 from configs.schema import Config, generates
-from configs.schema.run import RANK, FaultKind, batch_file, read_fault
+from configs.schema.run import RANK, TRACKERS, FaultKind, batch_file, read_fault
 
 
 def length_faults(config: Config) -> Iterator[str]:
@@ -133,8 +133,8 @@ def run_warnings(config: Config) -> Iterator[str]:
 def tracker_faults(config: Config) -> Iterator[str]:
     """Whether the experiment trackers are known and their libraries installed."""
     for name in config.observe.report_to:
-        if name not in ("wandb", "mlflow"):
-            yield f"--report-to is {name!r}, but must be wandb or mlflow; choose one, or leave it out"
+        if name not in TRACKERS:
+            yield f"--report-to is {name!r}, but must be one of {', '.join(TRACKERS)}; choose one, or leave it out"
         elif importlib.util.find_spec(name) is None:
             yield f"--report-to {name} needs a package that is not installed; pip install {name}"
 

@@ -109,7 +109,7 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     use_tensorboard: bool = True
     """write TensorBoard events"""
     report_to: tuple[str, ...] = ()
-    """experiment trackers that get every row of metrics.jsonl: wandb (Weights & Biases), mlflow"""
+    """experiment trackers that get every row of metrics.jsonl: wandb (Weights & Biases), mlflow, trackio"""
     project: Annotated[str, ReadBy("--report-to")] = "sluice"
     """project of the trackers; MLflow calls it experiment"""
     run_name: Annotated[str | None, ReadBy("--report-to")] = None
@@ -169,6 +169,7 @@ class StageConfig(Section, frozen=True, kw_only=True):
 
 
 FaultKind = Literal["kill", "error", "hang", "slow", "drop"]
+TRACKERS: Final = ("wandb", "mlflow", "trackio")
 RANK: Final = "rank"  # of a trainer group; the train stage, which hands it its work, is `train`
 # Longer than a lease without a sign of life (30 s), and than the health checks of an engine by default (45 s).
 _SECONDS: Final = {"hang": 60.0, "slow": 1.0}

@@ -1,5 +1,5 @@
 """Metrics by step: a JSONL file that survives a crash, TensorBoard events, and experiment trackers (Weights & Biases,
-MLflow), which get the same rows under the same names. No torch.
+MLflow, Trackio), which get the same rows under the same names. No torch.
 
 Invariants:
 - one row is one line of strict JSON, handed to the kernel by a single write: a killed run loses no written row, and
@@ -242,7 +242,11 @@ class TrackerThread:
 
 def trackers(config: Config, run_dir: Path) -> list[TrackerThread]:
     """Those of `--report-to`, each started."""
-    made: dict[str, Callable[[Config, Path], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
+    made: dict[str, Callable[[Config, Path], Tracker]] = {
+        "wandb": WandbTracker,
+        "mlflow": MlflowTracker,
+        "trackio": TrackioTracker,
+    }
     return [TrackerThread(name, partial(made[name], config, run_dir)) for name in config.observe.report_to]
 
 
@@ -320,3 +324,29 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+class TrackioTracker:
+    """Trackio. `TRACKIO_DIR`, `TRACKIO_SPACE_ID`, `TRACKIO_SERVER_URL` and the other variables of its library apply."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        import trackio
+
+        observe = config.observe
+        name = f"{observe.run_name or run_dir.name}-{uuid.uuid4().hex[:8]}"  # by which it resumes
+        self._run = trackio.init(
+            project=observe.project,
+            name=run_id(run_dir, "trackio", lambda: name),
+            group=observe.run_group,
+            config=msgspec.to_builtins(config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -350,8 +350,9 @@ def test_no_key_is_unknown_and_the_command_is_taken(file: Path, capsys: pytest.C
     assert report.splitlines()[0].startswith(f"{file}: {kind}, ")
     assert "left out, unknown" not in report
     assert "rows and rewards: " in report
-    # What is wrong with it is that its data is not on this machine, or a tracker's package.
-    files = r"--(eval-)?prompt-data is '[^']+', but there is no file|--report-to wandb needs a package"
+    # What is wrong with it is that its data is not on this machine, its critic, or a tracker's package.
+    files = r"--(eval-)?prompt-data is '[^']+', but there is no file|--report-to wandb needs a package|"
+    files += r"--critic-load is '/models/critic', but there is no such directory"
     assert [fault for fault in faults_of(shlex.join(words)) if not re.match(files, fault)] == []
 
 

@@ -98,6 +98,25 @@ def test_mlflow_gets_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [one.value for one in client.get_metric_history(run.info.run_id, "train/loss")] == [0.5]
 
 
+def test_trackio_gets_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))  # read at its import
+    pytest.importorskip("trackio")
+    from trackio import SQLiteStorage
+
+    record(tmp_path, ROWS, report_to=("trackio",), run_name="first")
+    record(tmp_path, ROWS[1:], report_to=("trackio",), run_name="second")
+    name = json.loads((tmp_path / IDS).read_text())["trackio"]
+    assert name.startswith("first-")
+    assert SQLiteStorage.get_runs("sums") == [name], "a resumed run goes on in its run"
+    assert SQLiteStorage.get_run_config("sums", name)["train"]["lr"] == make_config().train.lr
+    found = SQLiteStorage.get_logs("sums", name)
+    assert [row["step"] for row in found] == [1, 2, 2]
+    for row, line in zip(found, read_metrics(tmp_path / "metrics.jsonl"), strict=False):
+        values = {key: value for key, value in line.items() if key not in ("step", "wall_s", "trained_tokens")}
+        assert {key: row.get(key) for key in values} == values
+    assert ("train/loss" in found[0], "train/loss" in found[1]) == (True, False)
+
+
 class Held:
     """A tracker that waits, or fails, in its first row."""
 
@@ -151,9 +170,14 @@ def test_a_tracker_that_fails_is_named_once(caplog: pytest.LogCaptureFixture, at
 def test_a_tracker_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     base = "--prompt-data arithmetic --num-rollout 3 --hf-checkpoint tiny-arithmetic"
-    faults = faults_of(base, "--report-to wandb mlflow")
+    names = ("wandb", "mlflow", "trackio")
+    faults = faults_of(base, f"--report-to {' '.join(names)}")
     assert [fault for fault in faults if "--report-to" in fault] == [
-        f"--report-to {name} needs a package that is not installed; pip install {name}" for name in ("wandb", "mlflow")
+        f"--report-to {name} needs a package that is not installed; pip install {name}"
+        for name in ("wandb", "mlflow", "trackio")
     ]
-    assert "--report-to is 'neptune', but must be wandb or mlflow" in faults_of(base, "--report-to neptune")[0]
+    assert (
+        "--report-to is 'neptune', but must be one of wandb, mlflow, trackio"
+        in faults_of(base, "--report-to neptune")[0]
+    )
     assert "only --report-to wandb reads it" in faults_of(base, "--report-to mlflow --wandb-team ours")[-1]
