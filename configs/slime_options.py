@@ -105,6 +105,7 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "fp16": "training is in bfloat16 or float32; write --train-dtype",
     "custom-model-provider-path": "what the model is comes from --hf-checkpoint",
     "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
+    "slime-router-middleware-paths": "requests are changed in --custom-generate-function-path; see --router",
     "multimodal-keys": "prompts are text",
     "loss-mask-type": "the reference answer of a row is trained, and nothing before it; see docs/data.md",
     "prefill-num-servers": "start such servers yourself and give --rollout-external-engine-addrs; see docs/sglang.md",

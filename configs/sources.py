@@ -104,6 +104,8 @@ def import_path_fault(label: str, text: str, example: str) -> str | None:
     module, _, name = text.partition(":")
     if module.endswith(".py") and name.isidentifier():
         return None if Path(module).is_file() else f"{label} is {text!r}, but there is no file {module}; give its path"
+    if name == "py" and Path(f"{module.replace('.', '/')}.py").is_file():  # a file without a function
+        return f"{label} is {module.replace('.', '/')}.py, which names no function; write {label} FILE.py:NAME"
     if not _IMPORT.fullmatch(text):
         return f"{label} is {text!r}, but an import path must be package.module:name; write for example {example}"
     top = module.partition(".")[0]

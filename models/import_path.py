@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeVar, cast
@@ -52,7 +51,7 @@ def import_path(path: str) -> Any:
             + (_hidden(module_name) or "check the name, and that its directory is on PYTHONPATH")
         ) from error
     try:
-        return attrgetter(name)(module)
+        return getattr(module, name)
     except AttributeError:
         raise ImportPathError(
             f"import path {path!r}: {module_name!r} has no {name!r}; "
@@ -114,8 +113,8 @@ def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ())
         raise ImportPathError(f"import path {path!r} is no function; check the name after the colon")
     if isinstance(function, type):
         raise ImportPathError(
-            f"import path {path!r} is a class, but function({', '.join(parameters)}) is called; make an object in its "
-            f"module, as in mine = {function.__name__}(...), and name its method: module:mine.method"
+            f"import path {path!r} is a class, but function({', '.join(parameters)}) is called; write in its "
+            f"module mine = {function.__name__}(...).METHOD, with the method that takes them, and name mine"
         )
     try:
         signature = inspect.signature(function)

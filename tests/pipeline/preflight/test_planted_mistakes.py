@@ -409,7 +409,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
     # more of functions
     "a class in place of a function": (
         write("my_code.py", CODE), "--custom-rm-path my_code:Model",
-        ["my_code:Model", "is a class", "mine = Model(...)"],
+        ["my_code:Model", "is a class", "mine = Model(...).METHOD"],
+    ),
+    "a file without the function": (
+        write("my_code.py", CODE), "--custom-rm-path my_code.py", ["--custom-rm-path is my_code.py", "FILE.py:NAME"],
     ),
     "an environment without step": (
         environment("NoStep"), "--config a.toml --prompt-data e", ["environment.e", "NoStep has no 'async def step'"],
