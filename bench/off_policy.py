@@ -1,6 +1,7 @@
 """Do off-policy corrections matter? Contenders on one task, one staleness, one engine precision, several seeds.
 
     python -m bench.off_policy                     5 seeds x all contenders, about half an hour on 2 cores
+    python -m bench.off_policy --far               staleness 8 at a higher learning rate: where TIS is not enough
     python -m bench.off_policy --late              groups that outlived the bound: trained, dropped, masked
     python -m bench.off_policy --quick             1 seed, few batches: whether everything runs
 
@@ -49,7 +50,14 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
     "GSPO": ("--advantage-estimator", "gspo", "--use-rollout-logprobs", "--eps-clip", "0.2"),
     "CISPO": ("--advantage-estimator", "cispo", "--use-rollout-logprobs", "--eps-clip", "1", "--eps-clip-high", "4"),
 }
+FAR_COMMON = ("--advantage-estimator", "dr_grpo", *COMMON, "--lr", "1e-4")
+FAR: dict[str, tuple[str, ...]] = {
+    "TIS": CONTENDERS["TIS"],
+    "GSPO": ("--policy-loss", "gspo", "--use-rollout-logprobs", "--eps-clip", "0.1"),
+    "TOPR": ("--policy-loss", "topr", "--use-rollout-logprobs"),
+}
 NO_STALENESS = "on-policy TIS"  # what the same flags reach without any staleness: the ceiling
+Contenders = dict[str, tuple[str, ...]]  # name -> flags
 LATE = ("late groups trained", "late groups dropped", "late tokens masked")
 OLD_TOKENS, LONG = 2, 4  # of a late answer; tokens from which an answer can be late: three digits and the end
 LAST = 20  # batches whose mean reward is a run's result
@@ -118,14 +126,13 @@ def measure(backend: TrainBackend, sequences: list[TrainSequence], curves: Curve
     curves.kl.append(float(np.mean(ratio - 1 - log_ratio)))
 
 
-def one_seed(seed: int, batches: int, staleness: int, names: Sequence[str]) -> dict[str, Curves]:
+def one_seed(seed: int, batches: int, staleness: int, contenders: Contenders) -> dict[str, Curves]:
     """All contenders from the warm start of one seed, one after the other, on one core."""
     curves = {}
     with tempfile.TemporaryDirectory(prefix="sluice-off-policy-") as home:
         task = Task(Path(home), seed)
-        for name in names:
+        for name, flags in contenders.items():
             age = 0 if name == NO_STALENESS else staleness
-            flags = (*COMMON, *CONTENDERS.get(name, CONTENDERS["TIS"]))
             curves[name] = asyncio.run(one_run(task, name, flags, batches=batches, staleness=age, seed=seed))
             last = statistics.mean(curves[name].reward[-LAST:])
             print(f"seed {seed}: {name}: reward of the last {LAST} batches {last:.3f}", flush=True)
@@ -192,25 +199,28 @@ def main() -> None:
     parser = arguments(__doc__, "off_policy", "1 seed and few batches", rounds="")
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--batches", type=int, default=0)
-    parser.add_argument("--staleness", type=int, default=4)
+    parser.add_argument("--staleness", type=int, default=None, help="default: 4, with --far 8")
     parser.add_argument("--only", nargs="*", default=None, help="names of contenders")
+    parser.add_argument("--far", action="store_true", help="staleness 8 at a higher learning rate")
     parser.add_argument("--late", action="store_true", help="groups that outlived the bound")
     parser.add_argument("--workers", type=int, default=2, help="seeds at one time")
     parser.add_argument("--plot", type=Path, default=Path("bench_results/off_policy.png"))
     options = parser.parse_args()
     seeds, batches = options.seeds or (1 if options.quick else 5), options.batches or (30 if options.quick else 200)
-    staleness = 0 if options.late else options.staleness
-    names = options.only or (list(LATE) if options.late else [*CONTENDERS, NO_STALENESS])
+    staleness = 0 if options.late else options.staleness or (8 if options.far else 4)
+    common, known = (FAR_COMMON, FAR) if options.far else (COMMON, CONTENDERS)
+    names = options.only or (list(LATE) if options.late else [*known, NO_STALENESS])
+    contenders = {name: (*common, *known.get(name, known["TIS"])) for name in names}
     about = machine(["torch", "transformers"])
     with ProcessPoolExecutor(min(options.workers, seeds), mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(one_seed, seed, batches, staleness, names) for seed in range(1, seeds + 1)]
+        jobs = [pool.submit(one_seed, seed, batches, staleness, contenders) for seed in range(1, seeds + 1)]
         per_seed = [job.result() for job in jobs]
     results = {name: [found[name] for found in per_seed] for name in names}
     series = series_of(results, staleness)
     remarks = [
         f"{seeds} seeds, {batches} batches of 32 prompts x 8 rollouts, two optimizer steps each",
-        f"all: {' '.join(COMMON)}",
-        *[f"{name}: {' '.join(CONTENDERS.get(name, CONTENDERS['TIS']))}" for name in names],
+        f"all: {' '.join(common)}",
+        *[f"{name}: {' '.join(flags[len(common) :])}" for name, flags in contenders.items()],
         "a seed fixes warm start, prompts and sampling noise, and is the same for all contenders",
     ]
     finish(options.output, about, remarks, series, baseline=names[0])
