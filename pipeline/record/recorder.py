@@ -28,7 +28,8 @@ from pipeline.record import journal
 from pipeline.record.goodput import Goodput, GroupOutcomes
 from pipeline.record.health import Alarm, HealthWatch, OutageWatch, StallWatch
 from pipeline.record.kept_files import best_text, forget_ended, forget_responses, keeps_rollouts, save_hf
-from pipeline.record.metrics import VERSION, Metrics, Point, evaluations, read_metrics, scores, trackers
+from pipeline.record.metrics import VERSION, Metrics, Point, evaluations, read_metrics, scores
+from pipeline.record.trackers import trackers
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup

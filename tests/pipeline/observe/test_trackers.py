@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.record.metrics import IDS, Metrics, TrackerThread, read_metrics, trackers
+from pipeline.record.metrics import Metrics, read_metrics
+from pipeline.record.trackers import IDS, TrackerThread, trackers
 from tests.configs.config_rig import faults_of
 from tests.stages.stage_rig import make_config
 
