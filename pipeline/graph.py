@@ -25,7 +25,7 @@ import msgspec
 from configs import graph as flow
 from configs.graph import Stream
 from configs.schema import Config, StageConfig
-from models.engines.token import TokenFile, read_token, run_token
+from models.engines.access_token import TokenFile, read_token, run_token
 from models.fault_injection import FaultPlan, fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema.rollout import RolloutConfig
-from models.engines.token import Token
+from models.engines.access_token import Token
 from stages.messages import PromptGroup
 from stages.ports import Readable, Topic, read_value, wait_until
 

@@ -20,11 +20,11 @@ import xxhash
 from msgspec import Struct
 
 from models.engines import protocol
+from models.engines.access_token import Token
 from models.engines.answers import AnswerLimits, check_request, input_scores, with_spans
 from models.engines.core import ALL_TAGS, MemoryRequest, MemoryTag
 from models.engines.http_client import Headers, HttpClient, T
 from models.engines.streamed import PartialOutputs, StreamBroken
-from models.engines.token import Token
 from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
 from models.weights.layout import TORCH_NAMES, Bucket
 

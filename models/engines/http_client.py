@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Struct
 
 from models import errors
+from models.engines.access_token import Token
 from models.engines.answers import UNDECODABLE
 from models.engines.protocol import ErrorBody, ErrorDetail, GenerateRequest, SamplingParams, decoder, error_words
 from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
-from models.engines.token import Token
 
 T = TypeVar("T")
 Payload = Struct | Mapping[str, object] | None

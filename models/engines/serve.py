@@ -32,11 +32,11 @@ from aiohttp import web
 
 from configs.schema.rollout import EngineConfig
 from models.disk import write_whole
+from models.engines.access_token import read_token
 from models.engines.core import Completion, EngineCore
 from models.engines.protocol import DEFAULT_LABEL
 from models.engines.server import EngineApp, Serving
 from models.engines.text import TextCodec
-from models.engines.token import read_token
 from models.errors import EngineError, EngineStartError
 from models.fault_injection import FaultPlan
 

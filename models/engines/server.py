@@ -22,13 +22,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from models.engines import text
+from models.engines.access_token import OPEN_ROUTES, Token
 from models.engines.control import ControlRoutes, refusals, send
 from models.engines.core import Completion, EngineCore
 from models.engines.intake import Intake
 from models.engines.noise import mix
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
 from models.engines.text import TextCodec
-from models.engines.token import OPEN_ROUTES, Token
 from models.errors import RequestRefused
 from models.fault_injection import FaultPlan, InjectedError
 

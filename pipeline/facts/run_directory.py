@@ -37,7 +37,7 @@ from msgspec import Struct
 
 from configs.schema import EngineConfig
 from models.disk import read_file, write_whole
-from models.engines.token import TokenFile
+from models.engines.access_token import TokenFile
 from models.fault_injection import FaultPlan
 from models.weights.slot_directory import OWNER_FILE, PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error

@@ -22,8 +22,8 @@ from configs.resolve import num_rollout_for
 from configs.schema import Config
 from configs.sources import model_config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
+from models.engines.access_token import Token, read_token
 from models.engines.client import EngineClient
-from models.engines.token import Token, read_token
 from models.errors import EngineError, EngineRefused, EngineUnauthorized
 from models.families.source import context_limit
 from pipeline.errors import UsageError

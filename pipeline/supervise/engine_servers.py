@@ -26,11 +26,11 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
+from models.engines.access_token import Token
 from models.engines.client import EngineClient
 from models.engines.launch.command import RUNNER, server_launch, with_token
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
-from models.engines.token import Token
 from models.errors import EngineError
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError

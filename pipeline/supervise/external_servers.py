@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from configs.schema.rollout import HealthConfig
 from models.disk import read_file
+from models.engines.access_token import Token
 from models.engines.client import EngineClient
 from models.engines.protocol import ModelInfo
-from models.engines.token import Token
 from models.errors import EngineError, EngineTimeout
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec

@@ -27,8 +27,8 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.rollout import HealthConfig
+from models.engines.access_token import Token
 from models.engines.client import EngineClient
-from models.engines.token import Token
 from models.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, TrainerDied, UsageError
 from pipeline.facts.run_directory import Kind

@@ -22,10 +22,10 @@ from typing import Final, Literal
 import msgspec
 
 from configs.schema import Config, router_kind
+from models.engines.access_token import TokenFile
 from models.engines.client import EngineClient
 from models.engines.launch.command import RUNNER, router_launch, with_token
 from models.engines.launch.environment import Installed
-from models.engines.token import TokenFile
 from pipeline.errors import check_repeatable
 from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.facts.stats import STATS_PREFIX

@@ -27,9 +27,9 @@ from typing import Final
 
 import msgspec
 
+from models.engines.access_token import Token
 from models.engines.client import EngineClient
 from models.engines.http_client import REGULAR, Role, RouterClient, RouterWorker, urls
-from models.engines.token import Token
 from models.errors import EngineError
 from stages.base import Activity
 from stages.ports import Topic, read_value

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import launch as program
-from models.engines.token import TokenFile, read_token
+from models.engines.access_token import TokenFile, read_token
 from pipeline.record.journal import Audit, Stepped, audit, read_journal
 
 ROOT = Path(__file__).parent.parent.parent

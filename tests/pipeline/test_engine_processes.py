@@ -19,10 +19,10 @@ from launching import SIMULATED_TRAINER, SMALL, files_with, here, made_model, su
 
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
+from models.engines.access_token import Token, TokenFile, run_token
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
-from models.engines.token import Token, TokenFile, run_token
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, leaf
 from pipeline.facts.run_directory import EngineSpec, Kind, RunDir

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig
+from models.engines.access_token import Token, TokenFile
 from models.engines.protocol import ModelInfo
 from models.engines.serve import EngineServer
-from models.engines.token import Token, TokenFile
 from models.errors import EngineError, EngineRefused, EngineTimeout
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.errors import UsageError

@@ -28,7 +28,7 @@ import pytest
 
 from configs.schema import Config
 from models.checkpoint import CheckpointError, commit_directory, draft_path, final_path, read_manifest
-from models.engines.token import read_token
+from models.engines.access_token import read_token
 from models.errors import DeltaError, UserFault
 from models.families.source import read_hf_config
 from models.fault_injection import injected

@@ -19,10 +19,10 @@ import torch
 from launching import SIMULATED_TRAINER, SMALL, alive, check_token, files_with, finish, sevens, start, succeed_here
 from test_kill import pids, steps_done, wait_for_steps, wait_until
 
+from models.engines.access_token import read_token
 from models.engines.client import EngineClient
 from models.engines.launch.command import RUNNER
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams
-from models.engines.token import read_token
 from models.errors import EngineError
 from pipeline.record.metrics import read_metrics
 from pipeline.supervise.engine_servers import refusal

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from configs.schema import Config
-from models.engines.token import Token
+from models.engines.access_token import Token
 from stages.base import Stage, StageContext
 from stages.group.stage import GroupStage
 from stages.messages import (

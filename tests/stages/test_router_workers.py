@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from models.engines.access_token import Token
 from models.engines.http_client import Role, RouterClient, urls
 from models.engines.noise import sample_seed
-from models.engines.token import Token
 from stages.base import Activity
 from stages.engines.router_workers import STRANGE_LOOKS, RouterWorkers
 from stages.messages import RolloutSlice, Sample

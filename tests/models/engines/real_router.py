@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from models.engines.access_token import TokenFile
 from models.engines.launch.command import Launch, with_token
-from models.engines.token import TokenFile
 from tests.other_programs import served_app
 from tests.sglang_server import needs_sglang
 

@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import errors
+from models.engines.access_token import Token, read_token, run_token
 from models.engines.answers import check_request, later_boundaries
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams, VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
-from models.engines.token import Token, read_token, run_token
 from tests.models.engines.harness import SIMULATED
 
 NOWHERE = "http://127.0.0.1:9"

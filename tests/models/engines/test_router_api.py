@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from models.engines.access_token import Token, run_token
 from models.engines.client import EngineClient
 from models.engines.http_client import DROPPED, ROUTING_KEY_HEADER, Role, RouterClient, RouterWorker, lost_fields, urls
 from models.engines.protocol import GenerateRequest, SamplingParams
-from models.engines.token import Token, run_token
 from models.errors import EngineProtocolError, EngineRefused, EngineUnauthorized, EngineUnreachable
 from tests.models.engines.harness import until
 from tests.models.engines.real_router import Recorder, router_process

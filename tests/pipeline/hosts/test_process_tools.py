@@ -26,9 +26,9 @@ from launching import ROOT, alive
 
 from configs.load import load
 from configs.resolve import resolve
+from models.engines.access_token import read_token
 from models.engines.client import EngineClient
 from models.engines.launch.command import Launch, with_token
-from models.engines.token import read_token
 from models.train.trainer_group.rank_spec import PeerGone
 from models.weights.slot_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError, leaf
