@@ -269,6 +269,14 @@ async def running(stage: Stage, ports: Ports, *, set_up: bool = True) -> AsyncIt
         await stage.close()
 
 
+@contextmanager
+def ended_by(kind: type[Exception], words: str) -> Iterator[None]:
+    """A replica in this block ends with an error of this kind, and with these words."""
+    with pytest.raises(ExceptionGroup) as caught:
+        yield
+    assert caught.group_contains(kind, match=words)
+
+
 async def take(inlet: Inlet[Any]) -> Any:
     """The next message, released at once."""
     lease = await inlet.receive()

@@ -81,19 +81,21 @@ async def test_a_response_that_a_rollback_left_behind_is_ended(tmp_path: Path) -
         assert (ended.status, ended.version_runs[1].version) == ("aborted", newest.version)
 
 
-KEPT: list[dict[str, Any]] = [
-    {"asynchrony": {**BOUND, "cancel_stale_rollouts": False}},
-    {"asynchrony": {**BOUND, "async_unused_samples_handler": "train_masked"}},
-    {"asynchrony": BOUND, "correction": {"mask_offpolicy_in_partial_rollout": True}},
-]
+KEPT: dict[str, dict[str, Any]] = {
+    "not wanted": {"asynchrony": {**BOUND, "cancel_stale_rollouts": False}},
+    "stale tokens are masked": {"asynchrony": {**BOUND, "async_unused_samples_handler": "train_masked"}},
+    "old tokens are masked": {"asynchrony": BOUND, "correction": {"mask_offpolicy_in_partial_rollout": True}},
+    "an evaluation": {"asynchrony": BOUND},
+}
 
 
-@pytest.mark.parametrize("sections", KEPT, ids=["not wanted", "stale tokens are masked", "old tokens are masked"])
-async def test_what_can_still_be_trained_is_not_ended(tmp_path: Path, sections: dict[str, Any]) -> None:
-    async with started(tmp_path, engine=simulated(SLOW_MS), **sections) as world:
-        await world.ask(make_group(0, 2))
+@pytest.mark.parametrize("case", KEPT)
+async def test_what_can_still_be_trained_is_not_ended(tmp_path: Path, case: str) -> None:
+    async with started(tmp_path, engine=simulated(SLOW_MS), **KEPT[case]) as world:
+        await world.ask(make_group(0, 2, purpose="eval" if case == "an evaluation" else "train"))
         for version in (1, 2, 3):
             await publish(world, version)
+        world.hurry(0)
         assert [sample.status for sample in await world.whole(2)] == ["completed"] * 2
 
 
@@ -104,15 +106,9 @@ async def test_a_request_of_a_program_is_not_ended(tmp_path: Path) -> None:
         asked = tasks.create_task(world.stage.sampler.sample(request))
         for version in (1, 2, 3):
             await publish(world, version)
+        world.hurry(0)
         [result] = await asked
         assert (result.finish, len(result.token_ids)) == ("stop", LENGTH)
-
-
-async def test_an_evaluation_is_not_ended(tmp_path: Path) -> None:
-    async with started(tmp_path, engine=simulated(SLOW_MS), asynchrony={"max_staleness": 0}) as world:
-        await world.ask(make_group(0, 2, purpose="eval"))
-        await publish(world, 1)
-        assert [sample.status for sample in await world.whole(2)] == ["completed"] * 2
 
 
 async def test_what_is_too_old_already_is_not_continued(tmp_path: Path, log: Log) -> None:

@@ -11,7 +11,7 @@ from models.weights.shared_memory_reader import SlotReader
 from stages.base import TrainOptions
 from stages.messages import Settled, StepDone
 from stages.train.schedule import Schedule
-from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, until
+from tests.stages.stage_rig import ended_by, idle, make_config, make_sample, make_slice, until
 from tests.stages.train_rig import Training, aged, open_training
 
 
@@ -239,15 +239,11 @@ async def test_an_error_of_the_backend_ends_the_replica_with_its_words(training:
     def broken() -> dict[str, float]:
         raise RuntimeError("out of memory on the device")
 
-    async def train() -> None:
+    with ended_by(RuntimeError, "out of memory on the device"):
         async with training(batch=1, total=1) as one:
             one.backend.step = broken  # type: ignore[method-assign]
             await one.send(make_slice(0))
             await one.task
-
-    with pytest.raises(ExceptionGroup) as caught:
-        await train()
-    assert caught.group_contains(RuntimeError, match="out of memory on the device")
 
 
 # What is due after each step.

@@ -11,6 +11,7 @@ import gzip
 import json
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +37,14 @@ def bodies(limit: int) -> Iterator[tuple[str, bytes, tuple[str, ...]]]:
     yield "text below the limit", text(limit - 1000), ()
     yield "objects below the limit", objects, ()
     yield "60 MB of text in gzip", gzip.compress(text(60_000_000)), ("Content-Encoding: gzip",)
-    yield "1 GB of zeros in gzip", gzip.compress(bytes(1 << 30), 9), ("Content-Encoding: gzip",)
+    yield "1 GB of zeros in gzip", bomb(1024), ("Content-Encoding: gzip",)
+
+
+def bomb(n: int) -> bytes:
+    """A stream of gzip of so many MiB of zeros, without the checksum at its end: each MiB is packed alike."""
+    packer = zlib.compressobj(9, wbits=31)
+    first, *_, last = (packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(3))
+    return first + last * (n - 1)
 
 
 async def slow(host: str, port: int, key: str, whole: bytes, until: float) -> str:
@@ -71,7 +79,7 @@ async def large(host: str, port: int, key: str, kind: tuple[str, bytes, tuple[st
 
 async def attack(url: str, count: int, seconds: float, limit: int, keys: list[str]) -> dict[str, int]:
     place, seen = urlsplit(url), Counter[str]()
-    kinds = list(bodies(limit))  # takes seconds
+    kinds = list(bodies(limit))
     host, port, until = str(place.hostname), int(place.port or 0), time.monotonic() + seconds
 
     async def slowly(number: int) -> None:

@@ -49,10 +49,6 @@ def behave(response: str, label: str | None, metadata: Row) -> float:
             os.write(1, b"raw noise\n")
         case "recurse":
             return behave("recurse", label, metadata) + 1.0
-        case "child":
-            if os.fork() == 0:
-                time.sleep(3600)
-            os._exit(1)
     return float(len(response))
 
 
