@@ -41,6 +41,14 @@ async def publish(world: World, version: int) -> None:
     await idle()
 
 
+async def grow_old(world: World) -> None:
+    """What runs is two versions old, one more than the bound, and then the engine becomes fast with the next update."""
+    for version in (1, 2):
+        await publish(world, version)
+    world.hurry(0)
+    await publish(world, 3)
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 @pytest.mark.parametrize("members", [1, 4])
 async def test_a_response_that_no_later_batch_may_train_is_ended(tmp_path: Path, mode: str, members: int) -> None:
@@ -93,9 +101,7 @@ KEPT: dict[str, dict[str, Any]] = {
 async def test_what_can_still_be_trained_is_not_ended(tmp_path: Path, case: str) -> None:
     async with started(tmp_path, engine=simulated(SLOW_MS), **KEPT[case]) as world:
         await world.ask(make_group(0, 2, purpose="eval" if case == "an evaluation" else "train"))
-        for version in (1, 2, 3):
-            await publish(world, version)
-        world.hurry(0)
+        await grow_old(world)
         assert [sample.status for sample in await world.whole(2)] == ["completed"] * 2
 
 
@@ -104,9 +110,7 @@ async def test_a_request_of_a_program_is_not_ended(tmp_path: Path) -> None:
     async with started(tmp_path, engine=simulated(SLOW_MS), asynchrony=BOUND) as world, asyncio.TaskGroup() as tasks:
         request = world.stage.turns.requests.of(make_group(0, 1), (new_sample([1, 2, 3], 0),), LENGTH, None)
         asked = tasks.create_task(world.stage.sampler.sample(request))
-        for version in (1, 2, 3):
-            await publish(world, version)
-        world.hurry(0)
+        await grow_old(world)
         [result] = await asked
         assert (result.finish, len(result.token_ids)) == ("stop", LENGTH)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from models.engines import text
 from models.engines.client import EngineClient
 from models.engines.core import Completion
 from models.engines.protocol import GenerateOutput, GenerateRequest
+from models.engines.simulated.engine import SimulatedEngine
 from stages.base import Activity
-from stages.messages import RolloutSlice
+from stages.messages import RolloutSlice, Sample
 from stages.ports import Ports
 from stages.rollouts import append_untrained
 from tests.stages.custom_parts import Failing, Forgetful, Shout
-from tests.stages.engine_rig import LENGTH, ONCE, Log, World, core_of, simulated, started, written
+from tests.stages.engine_rig import LENGTH, ONCE, Log, core_of, simulated, started, written
 from tests.stages.stage_rig import (
     Rig,
     ended_by,
@@ -129,26 +131,40 @@ ENDLESS = simulated(STEP_MS, length=1_000_000)
 LONG: dict[str, Any] = {"rollout_max_response_len": 100_000}
 
 
-def end_from_now_on(world: World) -> None:
-    """What is asked from now on has the usual length and is made fast; what runs is as long as it was."""
-    for server in world.engines:
-        core_of(server).schedule._writer._config = simulated().simulated
+def ends_from(core: SimulatedEngine, number: int) -> None:
+    """All responses from this one on have the usual length, and are made fast."""
+    writer, begun = core.schedule._writer, itertools.count()
+    original = writer.plan
+
+    def plan(completion: Completion) -> tuple[int, bool]:
+        if next(begun) == number:
+            core.schedule.config = writer._config = simulated().simulated
+        return original(completion)
+
+    writer.plan = plan  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-async def test_a_late_rollout_is_kept_as_truncated(n: int, streamed: bool, tmp_path: Path, log: Log) -> None:
+async def test_a_late_rollout_is_kept_as_truncated(streamed: bool, tmp_path: Path, log: Log) -> None:
+    """The only one of group 1, and those of group 3, which has three."""
     deadline = {**LONG, "sample_deadline_secs": 1.0}
     async with started(tmp_path, engine=ENDLESS, streamed=streamed, rollout=deadline) as world:
-        samples = await world.rollouts(make_group(0, n))
+        for n in (1, 3):
+            await world.ask(make_group(n, n))
+        samples: list[tuple[int, Sample]] = []
+        while len(samples) < 4:
+            slice_ = await world.answer()
+            samples += [(slice_.group.group_id, sample) for sample in slice_.samples]
         await until(lambda: core_of(world.engines[0]).schedule.running == 0)
-        assert world.extra("deadline_truncated") == n
+        assert world.extra("deadline_truncated") == 4
         assert world.extra("reused_tokens") == 0, "nobody was lost"
-    assert len(log) == 1, "nothing is asked again"
-    for sample in samples:
+    assert sorted((n, sample.index) for n, sample in samples) == [(1, 0), (3, 0), (3, 1), (3, 2)]
+    assert len(log) == 2, "nothing is asked again"
+    for n, sample in samples:
+        [asked] = [exchange for exchange in log if exchange.params.n == n]
         assert (sample.status, sample.turns, sample.replaced, sample.reused_tokens) == ("truncated", 1, 0, 0)
         assert 0 < sample.response_length < 100_000
-        assert response_ids(sample) == written(log, [sample.index], sample)
+        assert response_ids(sample) == written([asked], [sample.index], sample)
         assert sample.fault() is None
 
 
@@ -175,11 +191,9 @@ async def test_the_clock_of_a_rollout_counts_all_its_turns(tmp_path: Path, log: 
 
 
 async def test_unfinished_members_are_begun_anew_with_a_fresh_seed(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engine=ENDLESS, rollout={**LONG, "group_deadline_secs": 2.0}) as world:
-        await world.ask(make_group(0, 3))
-        await until(lambda: core_of(world.engines[0]).schedule.running == 3)
-        end_from_now_on(world)
-        samples = (await world.answer()).samples
+    async with started(tmp_path, engine=ENDLESS, rollout={**LONG, "group_deadline_secs": 0.5}) as world:
+        ends_from(core_of(world.engines[0]), 3)
+        samples = await world.rollouts(make_group(0, 3))
         assert world.extra("deadline_replaced") == 3
         assert world.extra("deadline_tokens_dropped") > 0
     first, *rest = log
@@ -214,7 +228,7 @@ async def test_members_that_are_in_time_stay_and_the_rest_has_one_second_try(tmp
 @pytest.mark.parametrize("case", ["evaluation", "second turn"])
 async def test_what_is_never_begun_anew(case: str, tmp_path: Path, log: Log) -> None:
     """An evaluation must not favour short answers; what a tool did must not be done twice."""
-    deadlines = {**LONG, "group_deadline_secs": 0.3, "sample_deadline_secs": 1.0, "max_turns": 2}
+    deadlines = {**LONG, "group_deadline_secs": 0.2, "sample_deadline_secs": 0.6, "max_turns": 2}
     async with started(tmp_path, engine=ENDLESS, rollout=deadlines, **ONCE) as world:
         if case == "evaluation":
             await world.ask(make_group(0, 1, purpose="eval", pinned_version=0))
@@ -224,7 +238,7 @@ async def test_what_is_never_begun_anew(case: str, tmp_path: Path, log: Log) -> 
             (sample,) = (await world.answer()).samples
         assert world.extra("deadline_replaced") == 0
     assert (sample.status, sample.replaced, len(log)) == ("truncated", 0, 1)
-    assert sample.generate_s >= (1.0 if case == "evaluation" else 0.3)
+    assert sample.generate_s >= (0.6 if case == "evaluation" else 0.2)
 
 
 # What a custom stage gets for free: custody, failures as data, bounded concurrency, an account of its time.

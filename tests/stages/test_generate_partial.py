@@ -485,20 +485,20 @@ async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, l
     assert log == [], "they had ended, and no engine was asked"
 
 
-@pytest.mark.parametrize(
-    ("version", "bound", "partial", "reused"),
-    [(2, 2, True, True), (3, 2, True, False), (1, 0, True, False), (0, 2, False, False)],
-    ids=["fresh enough", "too old", "synchronous", "without partial rollouts"],
-)
-async def test_what_is_too_old_to_be_trained_is_made_anew(
-    version: int, bound: int, partial: bool, reused: bool, tmp_path: Path, log: Log
-) -> None:
+async def test_what_is_too_old_to_be_trained_is_made_anew(tmp_path: Path, log: Log) -> None:
     await begin(tmp_path, log, streamed=False)
-    changes = {"asynchrony": {"max_staleness": bound}, "rollout": {**ROLLOUT, "partial_rollout": partial}}
-    async with generating(resumed(tmp_path), options={"lives": (0, version)}, **KEEPS | changes) as world:
-        world.weights.publish(version)
-        await world.weights.landed(version)
-        await until(lambda: world.stage.sampler.directory.published == version)
-        samples = await world.rollouts(STAGE_GROUP)
-    assert [sample.reused_tokens > 0 for sample in samples] == [reused] * 3
-    assert {min(sample.model_versions) for sample in samples} == {0 if reused else version}
+    for case, (version, bound, partial, reused) in {
+        "fresh enough": (2, 2, True, True),
+        "too old": (3, 2, True, False),
+        "synchronous": (1, 0, True, False),
+        "without partial rollouts": (0, 2, False, False),
+    }.items():
+        shutil.copytree(tmp_path / EPISODES_DIR, tmp_path / case / EPISODES_DIR)
+        changes = {"asynchrony": {"max_staleness": bound}, "rollout": {**ROLLOUT, "partial_rollout": partial}}
+        async with generating(tmp_path / case, options={"lives": (0, version)}, **KEEPS | changes) as world:
+            world.weights.publish(version)
+            await world.weights.landed(version)
+            await until(lambda world=world, version=version: world.stage.sampler.directory.published == version)  # type: ignore[misc]
+            samples = await world.rollouts(STAGE_GROUP)
+        assert [sample.reused_tokens > 0 for sample in samples] == [reused] * 3, case
+        assert {min(sample.model_versions) for sample in samples} == {0 if reused else version}, case

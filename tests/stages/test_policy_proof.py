@@ -210,7 +210,6 @@ async def test_a_planted_fault_is_named_and_never_served(proven: Open) -> None:
     async with proven() as run:
         await run.land(0)
         for version, fault in enumerate((*FAULTS, ADAPTER), 1):
-            assert run.one.failures() == 0
             with run.one.patch.context() as patch:
                 if fault == ADAPTER:
                     plant(patch, stale(lambda name: name == ADAPTED))
@@ -224,7 +223,7 @@ async def test_a_planted_fault_is_named_and_never_served(proven: Open) -> None:
                 assert f"version {version}" in reason
                 assert not run.one.served(), fault
                 assert run.one.entry().version == version - 1
-                assert run.one.failures() == 2, "all weights were loaded once more"
+                assert run.one.failures() == 2 * version, "all weights were loaded once more"
             run.one.rig.topic.drop("complaint/engine-0")
             run.one.rig.engine_at(run.one.servers[0].url, incarnation=version)
             await run.one.landed(version)

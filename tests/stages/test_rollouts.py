@@ -238,8 +238,8 @@ def test_the_longest_common_beginning_and_of_several_the_first(
 
 @pytest.mark.parametrize("part", ["one grows", "all branch off"])
 def test_each_token_is_compared_twice_at_the_most(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 turns, as a function returns them that gives out one sample for each."""
-    turns, tokens = 200, 10
+    """100 turns, as a function returns them that gives out one sample for each."""
+    turns, tokens = 100, 10
     whole = np.arange(turns * tokens)
     rows = [whole[: (n + 1) * tokens].copy() for n in range(turns)]
     if part == "all branch off":

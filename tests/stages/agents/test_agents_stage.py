@@ -36,35 +36,30 @@ def only(slice_: RolloutSlice) -> Sample:
     return sample
 
 
-@pytest.mark.parametrize(
-    ("status", "max_turns", "text", "earned"), [("truncated", 8, "12", 0.0), ("completed", 1, "12\n", 0.25)]
-)
-async def test_the_last_turn_is_announced_and_ends_the_episode(
-    tiny: Path, tmp_path: Path, status: str, max_turns: int, text: str, earned: float
-) -> None:
-    note = tmp_path / "note"
-    async with playing(tiny, rollout={"max_turns": max_turns}) as play:
-        after = only(await play.turn(await play.begin(turns=5, note=str(note)), text, status=status))
-    assert note.read_text().endswith("True\n")
-    assert (after.done, after.status, after.reward) == (True, "truncated", 0.0), "no grader: nothing more is earned"
-    assert after.turn_rewards == (TurnReward(2 + len(text), 0.25),)
+async def test_the_last_turn_is_announced_and_ends_the_episode(tiny: Path, tmp_path: Path) -> None:
+    """One that was cut, one behind which no other may follow, and one where the environment is over. The environment
+    says what graders read of an episode that ends."""
+    notes = [tmp_path / name for name in ("cut", "two")]
+    async with playing(tiny, rollout={"max_turns": 2}) as play:
+        cut = only(await play.turn(await play.begin(turns=5, note=str(notes[0])), "12", status="truncated"))
+        first = await play.turn(await play.begin(1, turns=5, note=str(notes[1]), answer="42"), "7\n")
+        assert only(first).response == "7\n[1]", "it goes on"
+        last = only(await play.turn(first, "8\n"))
+        over = only(await play.turn(await play.begin(2, turns=1, answer="42"), "7\n"))
+    announced = [[line.split()[-1] for line in note.read_text().splitlines()] for note in notes]
+    assert announced == [["True"], ["False", "True"]]
+    for ended in (cut, last):
+        assert (ended.done, ended.status, ended.reward) == (True, "truncated", 0.0), "no grader: nothing more is earned"
+    assert (cut.turn_rewards, cut.response) == ((TurnReward(4, 0.25),), "12")
+    assert ([one.reward for one in last.turn_rewards], last.response) == ([0.25, 0.25], "42")
+    assert play.tokenizer.decode(numbers(last.token_ids)) == "5:7[1]8", "what is trained is as it was"
+    assert (over.done, over.status, over.response) == (True, "completed", "42")
 
 
 async def test_where_graders_are_named_they_decide(tiny: Path) -> None:
     async with playing(tiny, reward={"rm_type": "length:3"}, rollout={"max_turns": 1}) as play:
         assert only(await play.turn(await play.begin(turns=5))).reward is None
         assert only(await play.turn(await play.begin(1, turns=1))).reward == 1.0
-
-
-async def test_an_environment_says_what_graders_read_of_an_episode_that_ends(tiny: Path) -> None:
-    async with playing(tiny, rollout={"max_turns": 2}) as play:
-        ended = only(await play.turn(await play.begin(turns=1, answer="42"), "7\n"))
-        assert (ended.done, ended.status, ended.response) == (True, "completed", "42")
-        first = await play.turn(await play.begin(1, turns=5, answer="42"), "7\n")
-        assert only(first).response == "7\n[1]", "it goes on"
-        last = only(await play.turn(first, "8\n"))
-        assert (last.done, last.status, last.response) == (True, "truncated", "42")
-        assert play.tokenizer.decode(numbers(last.token_ids)) == "5:7[1]8", "what is trained is as it was"
 
 
 async def test_a_row_chooses_its_environment(tiny: Path) -> None:
@@ -268,7 +263,7 @@ async def test_what_a_worker_prints_is_bounded(tiny: Path, capfd: pytest.Capture
 
 
 async def test_the_deadline_of_an_episode_is_that_of_its_start_and_all_its_turns(tiny: Path) -> None:
-    slow = world(SLOW, "slow", episode_deadline_s=1.0)
+    slow = world(SLOW, "slow", episode_deadline_s=0.5)
     async with playing(tiny, world(episode_deadline_s=0.2, retries=9), slow) as play:
         lost = only(await play.begin(fault="wait", at=-1))
         assert (lost.status, lost.reward) == ("failed", None)
@@ -276,11 +271,11 @@ async def test_the_deadline_of_an_episode_is_that_of_its_start_and_all_its_turns
         assert words in (lost.error or "")
         assert play.stages[0]._hostings[0].retried == 0, "to try again would take more than there is"
         slice_ = await play.begin(1, turns=9, environment="slow")
-        for _ in range(3):  # 0.4 s each
+        for _ in range(2):  # 0.4 s each
             if only(slice_).status == "failed":
                 break
             slice_ = await play.turn(slice_)
-        assert "longer than episode_deadline_s 1 s" in (only(slice_).error or "")
+        assert "longer than episode_deadline_s 0.5 s" in (only(slice_).error or "")
 
 
 async def test_only_so_many_turns_with_calls_of_a_tool_are_taken_at_a_time(tiny: Path) -> None:

@@ -324,7 +324,7 @@ async def test_in_the_pool_a_killed_grader_takes_its_program_with_it(tmp_path: P
     program = f"x = '{mark}'\nimport time\ntime.sleep(600)"
     tests = json.dumps({"tests": SUMS, "time_limit_s": 500})
     before = jails()
-    async with GraderPool(1, 2.0, retries=0) as pool:
+    async with GraderPool(1, 1.0, retries=0) as pool:
         (found,) = await pool.grade_many([GradeRequest("code:500", f"```python\n{program}\n```", None, tests)])
         assert found.status == "timeout"
     mine = jails() - before  # and those of tests beside this one, which end by themselves

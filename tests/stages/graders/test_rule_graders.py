@@ -314,7 +314,7 @@ def test_values_are_those_of_exact_fractions(expression: Sum, change: Fraction) 
         assert not equal_values(text, f"{written}+({change.numerator})/({change.denominator})")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15)
 @given(
     a=st.integers(-9, 9), b=st.integers(-9, 9), c=st.integers(-9, 9), letters=st.sampled_from(["xy", "ab", "nm", "st"])
 )
