@@ -124,6 +124,7 @@ async def test_a_torn_slot_is_never_served(fleet: Fleet, when: str) -> None:
 
 
 async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready(fleet: Fleet) -> None:
+    fleet.patch.setattr("stages.engines.weight_transfer.LABEL_WAIT_S", 0.01)
     server = await fleet.engine(0)
     original = EngineClient.update_weights_from_disk
     lie = True

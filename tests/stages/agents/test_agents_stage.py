@@ -186,7 +186,7 @@ def test_a_rollout_is_wanted_after_each_turn_that_ended() -> None:
 async def test_an_outage_pauses_the_environment_and_nothing_is_lost(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosting, "FIRST_S", 0.05)
+    monkeypatch.setattr(hosting, "FIRST_S", 0.01)
     away = tmp_path / "away"
     away.touch()
     watch = OutageWatch()

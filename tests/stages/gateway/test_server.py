@@ -297,7 +297,7 @@ async def test_a_stream_says_that_it_is_alive_and_how_it_failed(
 ) -> None:
     monkeypatch.setattr(server, "COMMENT_S", 0.01)
     body = {"input": "Hi", "stream": True} if path == RESPONSES else {**QUESTION, "stream": True}
-    async with opened(tmp_path, hello, step_ms=60.0) as rig:
+    async with opened(tmp_path, hello, step_ms=30.0) as rig:
         headers = {"Authorization": f"Bearer {rig.endpoint.api_key}"}
         stream = partial(rig.http.post, rig.endpoint.base_url + path, json=body, headers=headers)
         async with stream() as response:

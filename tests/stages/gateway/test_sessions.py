@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.chat.messages import Message, ToolCall
@@ -217,7 +217,6 @@ class _Agent:
 
 
 @given(st.data(), st.integers(1, 25))
-@settings(max_examples=60)
 def test_whatever_an_agent_does_is_recorded_exactly_and_once(data: st.DataObject, steps: int) -> None:
     chat = ToyChat()
     agent = _Agent(Asked(Session(chat), chat, []), data)

@@ -54,6 +54,12 @@ from tests.stages.stage_rig import make_config, make_context, make_group, make_s
 CODE = "tests.stages.slime.user_code"
 
 
+@pytest.fixture(autouse=True)
+def _sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of one batch come without a gap here, so no call has to wait long for more of them."""
+    monkeypatch.setattr("stages.generate.rollout_functions.LINGER_S", 0.2)
+
+
 @asynccontextmanager
 async def world_of(tmp_path: Path, name: str, lives: tuple[int, ...] = (), **rollout: Any) -> AsyncIterator[World]:
     settings = {"custom_generate_function_path": f"{CODE}.{name}", "rollout_max_response_len": 20, **rollout}
