@@ -256,11 +256,10 @@ def time_limit() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(stage: Stage, ports: Ports, *, set_up: bool = True) -> AsyncIterator[asyncio.Task[None]]:
+async def running(stage: Stage, ports: Ports) -> AsyncIterator[asyncio.Task[None]]:
     """The stage at work. At the end of the block it is cancelled, as a killed replica is, unless it has ended."""
     try:
-        if set_up:
-            await stage.setup()
+        await stage.setup()
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(stage.run(ports))
             yield task
@@ -342,15 +341,6 @@ class Held:
     """A lease that belongs to no hub."""
 
     message: RolloutSlice
-    key: str = ""
-    attempt: int = 1
-    ends: list[str] = field(default_factory=list)
-
-    def done(self) -> None:
-        self.ends.append("done")
-
-    def poison(self, reason: str) -> None:
-        self.ends.append("poison")
 
 
 # The group stage among real streams: what goes in, what comes out, what is settled.
@@ -394,8 +384,8 @@ async def join(rig: Rig, replica: str = "group-0") -> Any:
 
 
 @asynccontextmanager
-async def open_desk(config: Config | None = None, *, sockets: bool = False) -> AsyncIterator[Desk]:
-    async with open_rig(sockets=sockets) as rig:
+async def open_desk(config: Config | None = None) -> AsyncIterator[Desk]:
+    async with open_rig() as rig:
         ports = await join(rig)
         stage = GroupStage(make_context(config))
         async with running(stage, ports) as task:

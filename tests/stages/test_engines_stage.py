@@ -182,16 +182,11 @@ async def test_a_limit_that_follows_the_load_travels_in_the_entry(fleet: Fleet) 
     assert await watched.look(0.85, 40) == 45, "each counts once"
     assert await watched.look(0.1) == 45 + most // 32
     assert fleet.entry().version == carried(fleet.rig) == 0
-
-
-async def test_an_engine_that_is_being_updated_is_not_judged(fleet: Fleet) -> None:
-    watched = Watched(fleet)
-    await fleet.serving()
     go, _ = await fleet.held_in_update()
-    assert await watched.look(0.99, 100) == fleet.config.rollout.server_concurrency
+    assert await watched.look(0.99, 40) == 45 + most // 32, "an engine that is being updated is not judged"
     go.set()
     await fleet.landed(1)
-    assert await watched.look(0.99, 100) == 75
+    assert await watched.look(0.99, 40) == 30
 
 
 class Elsewhere(SameHost):

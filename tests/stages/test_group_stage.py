@@ -7,13 +7,13 @@ import math
 import re
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from models.import_path import ImportPathError
 from stages.group.filters import FilterDecision, FilterState, resolve_filter
 from stages.group.stage import GroupStage
-from stages.messages import Float32Array, RolloutSlice, Sample, Settled, VersionRun, wire
+from stages.messages import Float32Array, RolloutSlice, Settled, VersionRun, wire
 from tests.stages.stage_rig import (
     Desk,
     Rig,
@@ -90,35 +90,28 @@ async def test_what_only_a_drain_cut_off_is_discarded_so_that_a_resume_sends_it_
     assert (report.outcome, report.detail) == ("discarded", "insufficient_members: 1 of 3; aborted")
 
 
-@pytest.mark.parametrize(
-    ("sample", "words"),
-    [
-        (make_sample(1, log_probs=[-1.0, math.nan, -1.0, -1.0]), "sample 1: a log-prob is not finite"),
-        (
-            make_sample(1, teacher_log_probs=wire([-1.0, -2.0], Float32Array)),
-            "sample 1: arrays differ in length: ids 7, mask 7, log-probs 7, teacher log-probs 2",
-        ),
-        (make_sample(1, mask=[1, 1]), "sample 1: arrays differ in length: ids 7, mask 5, log-probs 7"),
-        (make_sample(1, runs=[(-1, 4)]), "sample 1: a token that no weights made (version -1) has loss mask 1"),
-        (
-            make_sample(1, runs=[(0, 2), (-1, 2)], mask=[1, 1, 0, 0]),
-            "sample 1: a token that no weights made (version -1) has a log-prob; give it 0.0",
-        ),
-        (
-            msgspec.structs.replace(make_sample(1), prompt_length=4),
-            "sample 1: a token of the prompt carries a version of the weights; give it version -1",
-        ),
-        (msgspec.structs.replace(make_sample(1), prompt_length=9), "sample 1: the prompt has 9 of 7 tokens"),
-        (
-            msgspec.structs.replace(make_sample(1), version_runs=(VersionRun(-1, 3), VersionRun(0, 3))),
-            "sample 1: version runs cover 6 of 7 tokens",
-        ),
-    ],
-)
-async def test_an_inconsistent_sample_fails_its_group(desk: Desk, sample: Sample, words: str) -> None:
-    await desk.send(make_slice(0, make_sample(0), sample))
-    report = await settled(desk)
-    assert (report.outcome, report.detail) == ("failed", words)
+SOUND = make_sample(1)
+INCONSISTENT = {
+    "a log-prob is not finite": make_sample(1, log_probs=[-1.0, math.nan, -1.0, -1.0]),
+    "arrays differ in length: ids 7, mask 7, log-probs 7, teacher log-probs 2": make_sample(
+        1, teacher_log_probs=wire([-1.0, -2.0], Float32Array)
+    ),
+    "arrays differ in length: ids 7, mask 5, log-probs 7": make_sample(1, mask=[1, 1]),
+    "a token that no weights made (version -1) has loss mask 1": make_sample(1, runs=[(-1, 4)]),
+    "a token that no weights made (version -1) has a log-prob; give it 0.0": make_sample(
+        1, runs=[(0, 2), (-1, 2)], mask=[1, 1, 0, 0]
+    ),
+    "a token of the prompt carries a version of the weights; give it version -1": replace(SOUND, prompt_length=4),
+    "the prompt has 9 of 7 tokens": replace(SOUND, prompt_length=9),
+    "version runs cover 6 of 7 tokens": replace(SOUND, version_runs=(VersionRun(-1, 3), VersionRun(0, 3))),
+}
+
+
+async def test_an_inconsistent_sample_fails_its_group(desk: Desk) -> None:
+    for group_id, (words, sample) in enumerate(INCONSISTENT.items()):
+        await desk.send(make_slice(group_id, make_sample(0), sample))
+        report = await settled(desk)
+        assert (report.group_id, report.outcome, report.detail) == (group_id, "failed", f"sample 1: {words}")
 
 
 NONZERO = {"dynamic_sampling_filter": ("nonzero_std",)}

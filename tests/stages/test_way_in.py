@@ -43,11 +43,24 @@ def count_verified(fleet: Fleet) -> list[int]:
 
 @pytest.mark.parametrize("engines", [1, 3])
 async def test_engines_of_one_process_share_one_verification(fleet: Fleet, engines: int) -> None:
+    """And prepare one after the other, else each would find the memory free that all of them are about to take."""
     await fleet.serving(engines)
     digested = count_verified(fleet)
+    at_work, most, original = 0, 0, EngineClient.prepare_weights
+
+    async def prepare(client: EngineClient, path: str, label: str) -> None:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        await idle()
+        await original(client, path, label)
+        at_work -= 1
+
+    fleet.patch.setattr(EngineClient, "prepare_weights", prepare)
     for version in (1, 2):
         await fleet.land(version)
         assert sum(digested) == version * fleet.weights.slots.layout.data_bytes
+    assert most == 1
 
 
 async def test_an_engine_in_doubt_gets_bytes_that_were_verified_for_it(fleet: Fleet) -> None:
@@ -74,24 +87,6 @@ async def test_engines_prepare_before_their_turn_and_go_on_serving(fleet: Fleet)
         calls = [path for url, path in asked if url == server.url]
         assert calls.count("/prepare_weights") == 1, "once for each version"
         assert calls.index("/prepare_weights") < calls.index("/pause_generation")
-
-
-async def test_engines_prepare_one_after_the_other(fleet: Fleet) -> None:
-    """Else each would find the memory free that all of them are about to take."""
-    await fleet.serving(3)
-    at_work, most, original = 0, 0, EngineClient.prepare_weights
-
-    async def prepare(client: EngineClient, path: str, label: str) -> None:
-        nonlocal at_work, most
-        at_work += 1
-        most = max(most, at_work)
-        await idle()
-        await original(client, path, label)
-        at_work -= 1
-
-    fleet.patch.setattr(EngineClient, "prepare_weights", prepare)
-    await fleet.land(1)
-    assert most == 1
 
 
 @pytest.mark.parametrize("refusals", [1, 2])

@@ -66,10 +66,10 @@ class World:
         return object()
 
 
-def life(home: Path, *, about: str = "", episode: str = EPISODE, turn: tuple[int, str] = (0, "pay")) -> Once:
-    """The episode in a new process, at a turn."""
-    made = Once(home, episode, about)
-    made.begin_turn(*turn)
+def life(home: Path) -> Once:
+    """The episode in a new process, at its first turn."""
+    made = Once(home, EPISODE, "")
+    made.begin_turn(0, "pay")
     return made
 
 
