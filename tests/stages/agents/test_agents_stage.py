@@ -80,9 +80,13 @@ async def test_a_row_chooses_its_environment(tiny: Path) -> None:
             "answer": "environment world: the answer has 178",
             "infrastructure": "environment world: infrastructure failed 3 times, the last time: the sandbox is away",
         },
-        slowly({"exit": "infrastructure failed 3 times, the last time: its worker process ended with exit status 3"}),
-        slowly({"kill": "its worker process ended with signal SIGKILL"}),
-        slowly({"eat": "its worker process ended: this call or another one wanted more memory than it may have"}),
+        slowly(
+            {
+                "exit": "infrastructure failed 3 times, the last time: its worker process ended with exit status 3",
+                "kill": "its worker process ended with signal SIGKILL",
+                "eat": "its worker process ended: this call or another one wanted more memory than it may have",
+            }
+        ),
         slowly({"wait": "the last time: no answer within step_deadline_s 0.2 s"}),
     ],
     ids=" ".join,

@@ -73,22 +73,11 @@ async def test_a_bad_item_fails_alone() -> None:
         assert grades[0].score == 5.0
 
 
-async def test_an_overrun_is_killed_from_outside() -> None:
-    async with CountingPool(1, 1.0, retries=0) as pool:
-        await pool.grade_many(behave("warm"))
-        grades = await pool.grade_many(behave("a", "hang", "ccc", "spin", "e"))
-        assert [grade.score for grade in grades] == [1.0, 0.0, 3.0, 0.0, 1.0]
-        for overrun in (grades[1], grades[3]):
-            assert (overrun.status, overrun.is_correct) == ("timeout", None)
-            assert overrun.error == "no grade within 1 s (--reward-deadline-s)"
-        assert (pool.timeouts, pool.crashes) == (2, 0)
-
-
 async def test_importing_is_not_counted_but_the_item_after_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow import outlives the deadline of an item; a hang right after it is noticed all the same."""
-    source = "import time\ntime.sleep(1.5)\ndef fn(response, label, metadata):\n"
+    source = "import time\ntime.sleep(1.1)\ndef fn(response, label, metadata):\n"
     source += "    time.sleep(3600 if response == 'hang' else 0)\n    return 1.0\n"
     (tmp_path / "slow_to_import.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -99,11 +88,13 @@ async def test_importing_is_not_counted_but_the_item_after_it_is(
 
 async def test_several_bad_items_of_one_request() -> None:
     async with CountingPool(1, 1.0, retries=1) as pool:
-        responses = ["a", "os._exit", "bb", "hang", "raise", "ccc", "segfault"]
+        responses = ["a", "os._exit", "bb", "spin", "raise", "ccc", "segfault"]
         grades = await pool.grade_many(behave(*responses))
         assert [grade.score for grade in grades] == [1.0, 0.0, 2.0, 0.0, 0.0, 3.0, 0.0]
         assert [grade.status for grade in grades] == ["ok", "error", "ok", "timeout", "error", "ok", "error"]
         assert "in 2 attempts" in (grades[1].error or "")
+        assert grades[3].is_correct is None
+        assert (grades[3].error or "").startswith("no grade within 1 s (--reward-deadline-s)")
         assert (pool.timeouts, pool.crashes, pool.retries) == (2, 4, 3)
 
 
@@ -269,7 +260,7 @@ async def test_a_text_that_keeps_a_grader_busy_is_wrong_and_not_tried_again() ->
 async def test_a_process_that_is_held_up_blames_no_text(tmp_path: Path) -> None:
     """Stopped from outside it uses no processor time: the item is graded by another process."""
     async with CountingPool(1, 2.0, retries=1) as pool:
-        request = GradeRequest("math", r"\boxed{10/2}", "5")
+        request = GradeRequest("format:a+", "aa")
         assert [found.score for found in await pool.grade_many([request, noted(tmp_path / "log")])] == [1.0, 1.0]
         os.kill(int((tmp_path / "log").read_text().split()[0]), signal.SIGSTOP)
         (found,) = await pool.grade_many([request])

@@ -344,10 +344,10 @@ async def test_the_markup_of_scripted_turns_to_the_token(tiny: Path) -> None:
 @pytest.mark.slow
 async def test_whatever_goes_wrong_is_an_answer_for_the_model(tiny: Path) -> None:
     names = ("calculator", *(f"{PATH}:{name}" for name in ("echo", "explode", "hang", "lookup")))
-    async with answering(tiny, *names, tool_deadline_s=3.0) as (stage, answer):
+    async with answering(tiny, *names, tool_deadline_s=1.5) as (stage, answer):
         for response, words in (
             (call("explode", '{"text":"x"}'), "error: RuntimeError: the tool is broken"),
-            (call("hang", '{"text":"x"}'), "error: no answer within 3 s"),
+            (call("hang", '{"text":"x"}'), "error: no answer within 1.5 s"),
             (call("echo", '{"texts":"x"}'), "error: wrong arguments for echo"),
             ("no opening</tool_call>", "error: no tool call: the text must end in <tool_call> ... </tool_call>"),
             (call("lookup", '"Oslo"'), "error: lookup takes a JSON object with city, days, unit, note"),
