@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,15 @@ async def served_app(app: web.Application, **options: Any) -> AsyncIterator[str]
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+def free_port() -> int:
+    """Below the ports that the system gives to connections: one of those may be taken by the time that a program binds
+    it."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 OWN = Path(__file__).parent.parent / ".venv-agents" / "bin" / "python"

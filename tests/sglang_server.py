@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -29,6 +28,7 @@ import pytest
 from models.engines.client import EngineClient
 from models.engines.launch.environment import SHIMS
 from models.engines.protocol import EXPECTED_SGLANG
+from tests.other_programs import free_port
 
 Kind = Literal["exact", "overlap", "bfloat16"]
 # The tests that share these servers run on one worker of pytest-xdist, so that they are started once.
@@ -134,7 +134,7 @@ class ServerPool:
         return server
 
     def _start(self, python: Path, kind: Kind) -> RealServer:
-        port = _free_port()
+        port = free_port()
         log = self._directory / f"sglang-{kind}.log"
         command = [str(python), "-m", "sglang.launch_server", "--model-path", str(self._model), *_COMMON]
         command += [*_OF_KIND[kind], "--port", str(port)]
@@ -166,13 +166,6 @@ _COMMON: Final = (
     *("--max-total-tokens", "65536", "--mem-fraction-static", "0.3", "--sleep-on-idle", "--host", "127.0.0.1"),
     *("--context-length", str(CONTEXT), "--grammar-backend", "none", "--enable-metrics"),
 )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _die_with_parent() -> None:

@@ -119,17 +119,14 @@ def test_values_that_follow_from_others() -> None:
     assert resolved("--prompt-data a b").warm_start.warm_start_data == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("argv", "share"),
-    [
-        ("--mode async", 0.3),
-        ("--mode async --train-device cuda --engine-device cuda:0 --scale engine=2", 0.15),
-        ("--mode async --train-device cuda:1 --engine-device cuda", 0.8),
-        ("--mode async --train-device cpu", 0.8),
-        ("--mode sync --colocate", 0.8),
-        ("--mode async --engine-memory-fraction 0.5", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("argv", "share"), [
+    ("--mode async", 0.3),
+    ("--mode async --train-device cuda --engine-device cuda:0 --scale engine=2", 0.15),
+    ("--mode async --train-device cuda:1 --engine-device cuda", 0.8),
+    ("--mode async --train-device cpu", 0.8),
+    ("--mode sync --colocate", 0.8),
+    ("--mode async --engine-memory-fraction 0.5", 0.5),
+])  # fmt: skip
 def test_the_cache_of_an_engine_leaves_a_trainer_its_part_of_the_gpu(argv: str, share: float) -> None:
     assert resolved(argv).engine.engine_memory_fraction == pytest.approx(share)
 

@@ -39,17 +39,8 @@ FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
     "working-dir", "repo-type", "steer", "open", "output",
 }  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
-WRONG = {
-    "rollout-batch-sise",
-    "rollout-batch",
-    "end",
-    "no-rope-fusion",
-    *MODEL_ARGS,
-    *ALIASES,
-    *TAKEN,
-    *NOT_HERE,
-    *RULES,
-}
+WRONG = {"rollout-batch-sise", "rollout-batch", "end", "no-rope-fusion"}
+WRONG |= {*MODEL_ARGS, *ALIASES, *TAKEN, *NOT_HERE, *RULES}
 
 GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis", "stage")
 NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix

@@ -30,21 +30,18 @@ def plan(tmp_path: Path, *faults: str, **changed: Any) -> FaultPlan:
     return msgspec.structs.replace(found, **changed)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("reward", "must be stage:probability:kind"),
-        (":0.1:kill", "must be stage:probability:kind"),
-        ("reward:0.1:kill:1:2", "must be stage:probability:kind"),
-        ("reward:0.1:die", "the kind is 'die' and must be one of kill, error, hang, slow, drop"),
-        ("reward:0:kill", "above 0 and at most 1"),
-        ("reward:nan:kill", "above 0 and at most 1"),
-        ("reward:often:kill", "above 0 and at most 1"),
-        ("reward:0.1:kill:3", "seconds stand only behind hang and slow"),
-        ("reward:0.1:slow:-3", "the seconds are '-3'"),
-        ("reward:0.1:slow:inf", "the seconds are 'inf'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("reward", "must be stage:probability:kind"),
+    (":0.1:kill", "must be stage:probability:kind"),
+    ("reward:0.1:kill:1:2", "must be stage:probability:kind"),
+    ("reward:0.1:die", "the kind is 'die' and must be one of kill, error, hang, slow, drop"),
+    ("reward:0:kill", "above 0 and at most 1"),
+    ("reward:nan:kill", "above 0 and at most 1"),
+    ("reward:often:kill", "above 0 and at most 1"),
+    ("reward:0.1:kill:3", "seconds stand only behind hang and slow"),
+    ("reward:0.1:slow:-3", "the seconds are '-3'"),
+    ("reward:0.1:slow:inf", "the seconds are 'inf'"),
+])  # fmt: skip
 def test_what_cannot_be_read_names_its_rule(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         read_fault(text)

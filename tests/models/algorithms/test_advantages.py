@@ -178,15 +178,12 @@ BASELINE = {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.
 WHITENED = {"normalize_advantages": True}
 
 
-@pytest.mark.parametrize(
-    ("fields", "first", "second"),
-    [
-        (REINFORCE, [0.970, 0.980, 0, 0.975, 0.995], [-0.015, -0.025, -0.005]),
-        (REINFORCE | WHITENED, [0.782855, 0.801654, 0, 0.792254, 0.829853], [-1.068872, -1.087671, -1.050073]),
-        (BASELINE, [0.490, 0.505, 0, 0.480, 0.495], [-0.490, -0.520, -0.505]),
-        (BASELINE | WHITENED, [0.796914, 0.825040, 0, 0.778163, 0.806289], [-1.040676, -1.096929, -1.068802]),
-    ],
-)
+@pytest.mark.parametrize(("fields", "first", "second"), [
+    (REINFORCE, [0.970, 0.980, 0, 0.975, 0.995], [-0.015, -0.025, -0.005]),
+    (REINFORCE | WHITENED, [0.782855, 0.801654, 0, 0.792254, 0.829853], [-1.068872, -1.087671, -1.050073]),
+    (BASELINE, [0.490, 0.505, 0, 0.480, 0.495], [-0.490, -0.520, -0.505]),
+    (BASELINE | WHITENED, [0.796914, 0.825040, 0, 0.778163, 0.806289], [-1.040676, -1.096929, -1.068802]),
+])  # fmt: skip
 def test_kl_in_the_reward_golden(fields: dict[str, Any], first: list[float], second: list[float]) -> None:
     found = batch_advantages(AlgorithmConfig(**fields), two((1.0, 0.0), (0.5, -0.5)))
     np.testing.assert_allclose(found[0].advantages, first, atol=1e-6)
@@ -195,13 +192,10 @@ def test_kl_in_the_reward_golden(fields: dict[str, Any], first: list[float], sec
     np.testing.assert_allclose(found[0].reward_kl, [0.1, -0.05, 0, 0.2, 0.05], atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "first", "second"),
-    [
-        ("grpo", [1.1, 1.1, 0, 1.4, 0.975], [-0.7, -0.7, -0.625]),
-        ("on_policy_distillation", [0.1, 0.1, 0, 0.4, -0.025], [0.1, 0.1, 0.175]),
-    ],
-)
+@pytest.mark.parametrize(("estimator", "first", "second"), [
+    ("grpo", [1.1, 1.1, 0, 1.4, 0.975], [-0.7, -0.7, -0.625]),
+    ("on_policy_distillation", [0.1, 0.1, 0, 0.4, -0.025], [0.1, 0.1, 0.175]),
+])  # fmt: skip
 def test_distillation_golden(estimator: str, first: list[float], second: list[float]) -> None:
     teachers = np.array([-0.8, -0.4, np.nan, -1.5, -0.2]), np.array([-0.5, -1.0, -0.6])
     episodes = [

@@ -192,23 +192,20 @@ def test_bounds_of_k1_are_reported_both_ways_round() -> None:
     assert parse_rule("token_k3=0.05").meaning == "token_k3 keeps tokens up to 0.05"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("seq_max_k1=0.9_1.1", r"'seq_max_k1=0.9_1.1' does not exist.*use seq_max_k2 or seq_max_k3"),
-        ("token_k4=1", r"'token_k4=1' is no rejection rule; write for example .* with one of token, seq_sum"),
-        ("token_k3", r"'token_k3' is no rejection rule.*token_k3=0.05"),
-        ("token_k1=1.01", r"'token_k1=1.01' needs two bounds of the ratio mu / old.*token_k1=0.99_1.01"),
-        ("token_k1=1.1_0.9", "the lower one first"),
-        ("token_k1=0_1.1", "needs two bounds"),
-        ("token_k1=nan_1.1", "needs two bounds"),
-        ("seq_sum_k2=0.1_0.2", r"needs one upper bound above 0; write for example seq_sum_k2=0.05"),
-        ("seq_sum_k3=-1", "needs one upper bound above 0"),
-        ("seq_sum_k3=inf", "needs one upper bound above 0"),
-        ("seq_sum_k3=much", "needs one upper bound above 0"),
-        ("seq_sum_k3=", "needs one upper bound above 0"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("seq_max_k1=0.9_1.1", r"'seq_max_k1=0.9_1.1' does not exist.*use seq_max_k2 or seq_max_k3"),
+    ("token_k4=1", r"'token_k4=1' is no rejection rule; write for example .* with one of token, seq_sum"),
+    ("token_k3", r"'token_k3' is no rejection rule.*token_k3=0.05"),
+    ("token_k1=1.01", r"'token_k1=1.01' needs two bounds of the ratio mu / old.*token_k1=0.99_1.01"),
+    ("token_k1=1.1_0.9", "the lower one first"),
+    ("token_k1=0_1.1", "needs two bounds"),
+    ("token_k1=nan_1.1", "needs two bounds"),
+    ("seq_sum_k2=0.1_0.2", r"needs one upper bound above 0; write for example seq_sum_k2=0.05"),
+    ("seq_sum_k3=-1", "needs one upper bound above 0"),
+    ("seq_sum_k3=inf", "needs one upper bound above 0"),
+    ("seq_sum_k3=much", "needs one upper bound above 0"),
+    ("seq_sum_k3=", "needs one upper bound above 0"),
+])  # fmt: skip
 def test_wrong_rules_are_refused_with_a_cure(text: str, message: str) -> None:
     with pytest.raises(InvalidRule, match=message):
         parse_rule(text)

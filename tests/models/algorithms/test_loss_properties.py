@@ -18,9 +18,7 @@ from models.algorithms.objective import Objective, policy_objective
 from models.algorithms.tokens import PolicyTokens
 from tests.models.corrections import totals_of, weights_of
 
-CLIPPED = AlgorithmConfig(
-    policy_loss="ppo", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0, use_kl_loss=True, kl_loss_coef=0.05
-)
+CLIPPED = AlgorithmConfig(policy_loss="ppo", eps_clip_high=0.28, eps_clip_c=3.0, use_kl_loss=True, kl_loss_coef=0.05)
 CONFIGS = {
     name: AlgorithmConfig(policy_loss=name, use_kl_loss=True, kl_loss_coef=0.05, use_unbiased_kl=name == "aipo")
     for name in POLICY_LOSSES
@@ -30,33 +28,17 @@ ON_POLICY = Correction("onpolicy", False)
 BYPASS = Correction("bypass", False)
 RULES = ("seq_mean_k1=0.5_2", "token_k3=1.5", "seq_max_k2=4")
 CORRECTIONS = [
-    TIS,
-    ON_POLICY,
-    BYPASS,
+    TIS, ON_POLICY, BYPASS,
     Correction("decoupled", True, tis_level="sequence", tis_batch_normalize=True),
-    Correction(
-        "decoupled",
-        True,
-        tis_clip_low=0.3,
-        tis_clip=3.0,
-        tis_mode="icepop",
-        tis_clip_decay=0.7,
-        tis_batch_normalize=True,
-    ),
+    Correction("decoupled", True, tis_clip_low=0.3, tis_clip=3.0, tis_mode="icepop", tis_clip_decay=0.7,
+               tis_batch_normalize=True),
     Correction("decoupled", True, tis_mode="seq_mask", tis_seq_low=0.5, tis_seq_high=2.0),
     Correction("decoupled", True, correction_ratio="current", rollout_rs=RULES, rs_veto=1e-2),
-    Correction(
-        "decoupled",
-        False,
-        rollout_rs=RULES,
-        renormalize_after_rejection=True,
-        rs_unit="rollout",
-        use_opsm=True,
-        opsm_delta=0.1,
-    ),
+    Correction("decoupled", False, rollout_rs=RULES, renormalize_after_rejection=True, rs_unit="rollout",
+               use_opsm=True, opsm_delta=0.1),
     Correction("decoupled", True, prox="loglinear", prox_alpha="areal", rollout_rs=RULES),
     Correction("bypass", False, rollout_rs=RULES, use_opsm=True),
-]
+]  # fmt: skip
 COLUMNS = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "mask", "ref_log_probs", "staleness")
 
 

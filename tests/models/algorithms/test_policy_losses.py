@@ -102,22 +102,19 @@ def test_a_file_of_its_own_brings_its_policy_loss(tmp_path, monkeypatch, f) -> N
 # The correction that a loss is given: decided, and refused where it is not.
 
 
-@pytest.mark.parametrize(
-    ("values", "staleness", "loss", "mode", "tis"),
-    [
-        ({}, 0, "ppo", "onpolicy", False),
-        ({}, 2, "ppo", "decoupled", True),
-        ({"use_rollout_logprobs": True}, 2, "ppo", "bypass", False),
-        ({"policy_mode": "bypass"}, 2, "ppo", "bypass", False),
-        ({"allow_uncorrected": True}, 2, "ppo", "onpolicy", False),
-        ({"rollout_rs": ("token_k3=1",), "use_tis": False}, 2, "ppo", "decoupled", False),
-        ({"rs_veto": 1e-4}, 0, "ppo", "decoupled", False),
-        ({"rs_veto": 1e-4, "use_rollout_logprobs": True}, 2, "ppo", "bypass", False),
-        ({}, 2, "aipo", "bypass", False),
-        ({}, 0, "m2po", "bypass", False),
-        ({"use_tis": True}, 0, "gspo", "decoupled", True),
-    ],
-)
+@pytest.mark.parametrize(("values", "staleness", "loss", "mode", "tis"), [
+    ({}, 0, "ppo", "onpolicy", False),
+    ({}, 2, "ppo", "decoupled", True),
+    ({"use_rollout_logprobs": True}, 2, "ppo", "bypass", False),
+    ({"policy_mode": "bypass"}, 2, "ppo", "bypass", False),
+    ({"allow_uncorrected": True}, 2, "ppo", "onpolicy", False),
+    ({"rollout_rs": ("token_k3=1",), "use_tis": False}, 2, "ppo", "decoupled", False),
+    ({"rs_veto": 1e-4}, 0, "ppo", "decoupled", False),
+    ({"rs_veto": 1e-4, "use_rollout_logprobs": True}, 2, "ppo", "bypass", False),
+    ({}, 2, "aipo", "bypass", False),
+    ({}, 0, "m2po", "bypass", False),
+    ({"use_tis": True}, 0, "gspo", "decoupled", True),
+])  # fmt: skip
 def test_modes(values: dict[str, object], staleness: int, loss: str, mode: str, tis: bool) -> None:
     config = msgspec.convert(values, CorrectionConfig)
     found = corrected(config, max_staleness=staleness, policy_loss=loss)

@@ -111,24 +111,21 @@ RULES = {"rollout_rs": ("seq_mean_k1=0.9_1.1",)}
 NORMALISED = {"tis_batch_normalize": True}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "mode", "tis", "fields", "expected"),
-    [
-        (PPO, "decoupled", True, {}, "none"),
-        (PPO, "bypass", False, {}, "none"),
-        (M2PO, "bypass", False, {}, "current"),
-        (PPO, "decoupled", True, NORMALISED, "old"),
-        (PPO, "decoupled", False, NORMALISED, "none"),
-        (PPO, "decoupled", True, NORMALISED | {"correction_ratio": "current"}, "current"),
-        (PPO, "decoupled", True, NORMALISED | {"prox": "loglinear"}, "current"),
-        (PPO, "decoupled", True, NORMALISED | {"custom_tis_function_path": "my.weights:f"}, "current"),
-        (PPO, "decoupled", True, RULES, "none"),
-        (PPO, "decoupled", True, RULES | {"rs_unit": "rollout"}, "old"),
-        (PPO, "bypass", False, RULES | {"rs_unit": "rollout"}, "current"),
-        (PPO, "decoupled", True, {"rs_unit": "rollout", "renormalize_after_rejection": True}, "none"),
-        (PPO, "decoupled", True, {"rs_veto": 0.1, "renormalize_after_rejection": True}, "old"),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "mode", "tis", "fields", "expected"), [
+    (PPO, "decoupled", True, {}, "none"),
+    (PPO, "bypass", False, {}, "none"),
+    (M2PO, "bypass", False, {}, "current"),
+    (PPO, "decoupled", True, NORMALISED, "old"),
+    (PPO, "decoupled", False, NORMALISED, "none"),
+    (PPO, "decoupled", True, NORMALISED | {"correction_ratio": "current"}, "current"),
+    (PPO, "decoupled", True, NORMALISED | {"prox": "loglinear"}, "current"),
+    (PPO, "decoupled", True, NORMALISED | {"custom_tis_function_path": "my.weights:f"}, "current"),
+    (PPO, "decoupled", True, RULES, "none"),
+    (PPO, "decoupled", True, RULES | {"rs_unit": "rollout"}, "old"),
+    (PPO, "bypass", False, RULES | {"rs_unit": "rollout"}, "current"),
+    (PPO, "decoupled", True, {"rs_unit": "rollout", "renormalize_after_rejection": True}, "none"),
+    (PPO, "decoupled", True, {"rs_veto": 0.1, "renormalize_after_rejection": True}, "old"),
+])  # fmt: skip
 def test_needs(algorithm: AlgorithmConfig, mode: Any, tis: bool, fields: dict[str, Any], expected: str) -> None:
     assert needs(algorithm, Correction(mode, tis, **fields)) == expected
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,7 +17,7 @@ from aiohttp import web
 
 from models.engines.access_token import TokenFile
 from models.engines.launch.command import Launch, with_token
-from tests.other_programs import served_app
+from tests.other_programs import free_port, served_app
 from tests.sglang_server import needs_sglang
 
 READY_S = 120.0
@@ -28,15 +25,6 @@ READY_S = 120.0
 MODULE = "sglang_router.launch_router"
 RUN = f"import runpy, sys; sys.modules['sglang'] = None; runpy.run_module({MODULE!r}, run_name='__main__')"
 ROUTER_VERSION = "0.3.2"
-
-
-def free_port() -> int:
-    """Below the ports that the system gives to connections: one of those may be taken by the time that the router binds
-    it."""
-    while True:
-        port = random.randrange(10_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 @contextmanager

@@ -33,32 +33,29 @@ def spans(*ends: tuple[int, int]) -> list[VersionSpan]:
     return [VersionSpan("1.0", start, end) for start, end in ends]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (answer([1, 2, 3, 4, 5]), "has 5 new tokens, and 4 were allowed"),
-        (answer([1, 100]), "holds token 100, outside the vocabulary of 100"),
-        (answer([1, -1]), "holds token -1"),
-        (answer([1, 1 << 31]), "holds token 2147483648"),
-        (answer([(1 << 32) + 5]), "holds token 4294967301"),
-        (answer([1], text="x" * 3000), "a text of 3000 characters for 1 tokens"),
-        (answer([1, 2], output_token_logprobs=[(-1.0, 1, None)]), "its 1 log-probs are not those of its 2 output_ids"),
-        (answer([1, 2], output_token_logprobs=None), "its 0 log-probs are not those"),
-        (answer([1], output_token_logprobs=[(-1.0, 2, None)]), "are not those of its 1 output_ids"),
-        (answer([1], output_token_logprobs=[(None, 1, None)]), "token 1 has the log-prob None"),
-        (answer([1], output_token_logprobs=[(float("nan"), 1, None)]), "token 1 has the log-prob nan"),
-        (answer([1], output_token_logprobs=[(float("-inf"), 1, None)]), "token 1 has the log-prob -inf"),
-        (answer([1], output_token_logprobs=[(0.5, 1, None)]), "token 1 has the log-prob 0.5; it must be finite"),
-        (answer([1], cached_tokens=-4), "cached_tokens=-4, which is no count"),
-        (answer([1], num_retractions=1 << 40), "num_retractions=1099511627776"),
-        (answer([1], spec_num_proposed_drafts=1 << 70), "spec_num_proposed_drafts="),
-        (answer([1, 2, 3], weight_versions=spans((0, 2))), "the spans of versions end at token 2 of 3"),
-        (answer([1, 2, 3], weight_versions=spans((0, 5))), "end at token 5 of 3"),
-        (answer([1, 2, 3], weight_versions=spans((0, 1), (2, 3))), "begins at token 2, not at 1"),
-        (answer([1, 2, 3], weight_versions=spans((0, 2), (1, 3))), "begins at token 1, not at 2"),
-        (answer([1, 2], weight_versions=spans((1, 2))), "begins at token 1, not at 0"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "words"), [
+    (answer([1, 2, 3, 4, 5]), "has 5 new tokens, and 4 were allowed"),
+    (answer([1, 100]), "holds token 100, outside the vocabulary of 100"),
+    (answer([1, -1]), "holds token -1"),
+    (answer([1, 1 << 31]), "holds token 2147483648"),
+    (answer([(1 << 32) + 5]), "holds token 4294967301"),
+    (answer([1], text="x" * 3000), "a text of 3000 characters for 1 tokens"),
+    (answer([1, 2], output_token_logprobs=[(-1.0, 1, None)]), "its 1 log-probs are not those of its 2 output_ids"),
+    (answer([1, 2], output_token_logprobs=None), "its 0 log-probs are not those"),
+    (answer([1], output_token_logprobs=[(-1.0, 2, None)]), "are not those of its 1 output_ids"),
+    (answer([1], output_token_logprobs=[(None, 1, None)]), "token 1 has the log-prob None"),
+    (answer([1], output_token_logprobs=[(float("nan"), 1, None)]), "token 1 has the log-prob nan"),
+    (answer([1], output_token_logprobs=[(float("-inf"), 1, None)]), "token 1 has the log-prob -inf"),
+    (answer([1], output_token_logprobs=[(0.5, 1, None)]), "token 1 has the log-prob 0.5; it must be finite"),
+    (answer([1], cached_tokens=-4), "cached_tokens=-4, which is no count"),
+    (answer([1], num_retractions=1 << 40), "num_retractions=1099511627776"),
+    (answer([1], spec_num_proposed_drafts=1 << 70), "spec_num_proposed_drafts="),
+    (answer([1, 2, 3], weight_versions=spans((0, 2))), "the spans of versions end at token 2 of 3"),
+    (answer([1, 2, 3], weight_versions=spans((0, 5))), "end at token 5 of 3"),
+    (answer([1, 2, 3], weight_versions=spans((0, 1), (2, 3))), "begins at token 2, not at 1"),
+    (answer([1, 2, 3], weight_versions=spans((0, 2), (1, 3))), "begins at token 1, not at 2"),
+    (answer([1, 2], weight_versions=spans((1, 2))), "begins at token 1, not at 0"),
+])  # fmt: skip
 def test_what_cannot_be_true_is_refused_with_the_reason(wrong: GenerateOutput, words: str) -> None:
     with pytest.raises(ValueError, match="response 'r'") as refused:
         LIMITS.check(wrong)
@@ -85,16 +82,12 @@ def piece(ids: list[int], finish: str | None = None, count: int | None = None) -
 NESTED = b"[" * 200_000 + b"]" * 200_000
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"meta_info":{"id":"r","x":' + NESTED + b"}}",
-        b'{"meta_info":{"id":"\xff\xfe"}}',
-        b'{"output_ids":[1e400],"meta_info":{"id":"r"}}',
-        b'{"output_ids":[NaN],"meta_info":{"id":"r"}}',
-    ],
-    ids=["nested", "utf-8", "overflow", "nan"],
-)
+@pytest.mark.parametrize("body", [
+    b'{"meta_info":{"id":"r","x":' + NESTED + b"}}",
+    b'{"meta_info":{"id":"\xff\xfe"}}',
+    b'{"output_ids":[1e400],"meta_info":{"id":"r"}}',
+    b'{"output_ids":[NaN],"meta_info":{"id":"r"}}',
+], ids=["nested", "utf-8", "overflow", "nan"])  # fmt: skip
 async def test_text_that_breaks_decoders_is_an_error_of_the_engine(canned, body: bytes) -> None:  # type: ignore[no-untyped-def]
     client, _ = await canned(body, vocab_size=100, timeout_s=120)
     with pytest.raises(EngineProtocolError, match="does not decode"):
@@ -114,17 +107,13 @@ async def test_an_answer_that_never_ends_is_cut(canned) -> None:  # type: ignore
     assert LIMITS.answer_bytes < 2 * SLACK_BYTES
 
 
-@pytest.mark.parametrize(
-    ("first", "again", "words"),
-    [
-        (b"", b"x" * 100_000, "bytes without an end of line"),
-        (b"", event(piece([])), "chunks for 0 tokens, and no end"),
-        (event(piece([1])), event(piece([1])), "chunks for 1 tokens, and no end"),
-        (event(piece([1, 2, 3, 4])), event(piece([1, 2, 3, 4, 5])), "has 5 new tokens, and 4 were allowed"),
-        (event(piece([1] * 50, "stop", 3)), event(piece([])), "has 50 new tokens, and 4 were allowed"),
-    ],
-    ids=["line", "nothing", "the same", "more", "more than counted"],
-)
+@pytest.mark.parametrize(("first", "again", "words"), [
+    (b"", b"x" * 100_000, "bytes without an end of line"),
+    (b"", event(piece([])), "chunks for 0 tokens, and no end"),
+    (event(piece([1])), event(piece([1])), "chunks for 1 tokens, and no end"),
+    (event(piece([1, 2, 3, 4])), event(piece([1, 2, 3, 4, 5])), "has 5 new tokens, and 4 were allowed"),
+    (event(piece([1] * 50, "stop", 3)), event(piece([])), "has 50 new tokens, and 4 were allowed"),
+], ids=["line", "nothing", "the same", "more", "more than counted"])  # fmt: skip
 async def test_a_stream_that_never_ends_is_cut(canned, first: bytes, again: bytes, words: str) -> None:  # type: ignore[no-untyped-def]
     client, _ = await canned(first, again, endless=True, vocab_size=100, timeout_s=120)
     partial = PartialOutputs()

@@ -47,18 +47,15 @@ async def test_weights_updated_without_flush_is_a_success(canned) -> None:  # ty
         await client.update_weights_from_disk("/ckpt", "v2")
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "error", "words"),
-    [
-        (400, b'{"error":"unknown field `x`"}', errors.EngineRefused, "with 400: unknown field `x`"),
-        (400, b'{"error":{"message":"too long"}}', errors.EngineRefused, "with 400: too long"),
-        (404, b"404: Not Found", errors.EngineRefused, "with 404: 404: Not Found"),
-        (503, b"no worker", errors.EngineUnreachable, "answered 503: no worker"),
-        (500, b"", errors.EngineUnreachable, "answered 500"),
-        (200, b"<html>", errors.EngineProtocolError, "answered b'<html>', which does not decode"),
-        (200, b'{"output_ids":"abc","meta_info":{"id":"r"}}', errors.EngineProtocolError, "broke the protocol"),
-    ],
-)
+@pytest.mark.parametrize(("status", "body", "error", "words"), [
+    (400, b'{"error":"unknown field `x`"}', errors.EngineRefused, "with 400: unknown field `x`"),
+    (400, b'{"error":{"message":"too long"}}', errors.EngineRefused, "with 400: too long"),
+    (404, b"404: Not Found", errors.EngineRefused, "with 404: 404: Not Found"),
+    (503, b"no worker", errors.EngineUnreachable, "answered 503: no worker"),
+    (500, b"", errors.EngineUnreachable, "answered 500"),
+    (200, b"<html>", errors.EngineProtocolError, "answered b'<html>', which does not decode"),
+    (200, b'{"output_ids":"abc","meta_info":{"id":"r"}}', errors.EngineProtocolError, "broke the protocol"),
+])  # fmt: skip
 async def test_errors_have_types_and_the_servers_words(canned, status: int, body: bytes, error, words: str) -> None:  # type: ignore[no-untyped-def]
     client, _ = await canned(body, status=status)
     with pytest.raises(error, match=words):
@@ -158,23 +155,20 @@ NO_NUMBERS += [("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.5)]
 SECOND_IS_WRONG = [SamplingParams(), SamplingParams(temperature=math.nan)]
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        *((request(**{field: value}), rf"{field}={value} must be a finite number") for field, value in NO_NUMBERS),
-        (GenerateRequest(input_ids=[[1], [2]], sampling_params=SECOND_IS_WRONG), "temperature=nan"),
-        (GenerateRequest(input_ids=[[1]], sampling_params=[SamplingParams()] * 2), "2 entries for 1 prompts"),
-        (request(n=0), "n=0 must be at least 1"),
-        (request([1, -1]), "input_ids contains -1"),
-        (request([1, 2**31]), f"input_ids contains {2**31}"),
-        (request([[1], []]), "empty prompt"),
-        (request(top_k=0), r"top_k=0 must be -1 \(all\) or at least 1"),
-        (request(max_new_tokens=-1), "max_new_tokens=-1 must be 0 or more"),
-        (request(min_new_tokens=-1), "min_new_tokens=-1 must be 0 or more"),
-        (request(min_new_tokens=9, max_new_tokens=8), "min_new_tokens=9 must not exceed max_new_tokens=8"),
-        (request(stream_interval=0), "stream_interval=0 must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "words"), [
+    *((request(**{field: value}), rf"{field}={value} must be a finite number") for field, value in NO_NUMBERS),
+    (GenerateRequest(input_ids=[[1], [2]], sampling_params=SECOND_IS_WRONG), "temperature=nan"),
+    (GenerateRequest(input_ids=[[1]], sampling_params=[SamplingParams()] * 2), "2 entries for 1 prompts"),
+    (request(n=0), "n=0 must be at least 1"),
+    (request([1, -1]), "input_ids contains -1"),
+    (request([1, 2**31]), f"input_ids contains {2**31}"),
+    (request([[1], []]), "empty prompt"),
+    (request(top_k=0), r"top_k=0 must be -1 \(all\) or at least 1"),
+    (request(max_new_tokens=-1), "max_new_tokens=-1 must be 0 or more"),
+    (request(min_new_tokens=-1), "min_new_tokens=-1 must be 0 or more"),
+    (request(min_new_tokens=9, max_new_tokens=8), "min_new_tokens=9 must not exceed max_new_tokens=8"),
+    (request(stream_interval=0), "stream_interval=0 must be at least 1"),
+])  # fmt: skip
 def test_what_must_not_be_sent_is_refused(asked: GenerateRequest, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_request(asked)

@@ -58,15 +58,11 @@ def test_random_biases_are_applied(checkpoints: Checkpoints, tmp_path: Path) -> 
     assert off(source, completion) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
-        {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 64},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)  # fmt: skip
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+    {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+], ids=lambda rope: rope["rope_type"])  # fmt: skip
 def test_stretched_rotary_embeddings(checkpoints: Checkpoints, tmp_path: Path, rope: dict[str, Any]) -> None:
     source = checkpoints(architecture="llama")
     bench = Bench(variant(source, tmp_path, rope_parameters=rope))

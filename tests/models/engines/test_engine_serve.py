@@ -173,17 +173,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert (first.cached_tokens, again.cached_tokens) == (0, 39)  # nor is the cache lost
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"architectures": ["Mixtral"]}, r"architectures=\['Mixtral'\].*serve this model with SGLang"),
-        ({"hidden_act": "gelu"}, r"hidden_act='gelu'.*only silu"),
-        ({"use_sliding_window": True}, "use_sliding_window=True.*only full attention"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types=.*only full attention"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.*only unquantised"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=.*default, linear and llama3"),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"), [
+    ({"architectures": ["Mixtral"]}, r"architectures=\['Mixtral'\].*serve this model with SGLang"),
+    ({"hidden_act": "gelu"}, r"hidden_act='gelu'.*only silu"),
+    ({"use_sliding_window": True}, "use_sliding_window=True.*only full attention"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types=.*only full attention"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config=.*only unquantised"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=.*default, linear and llama3"),
+])  # fmt: skip
 def test_models_that_cannot_be_served_are_named(
     checkpoints: Checkpoints, tmp_path: Path, config: dict[str, object], words: str
 ) -> None:

@@ -95,15 +95,12 @@ def test_boundaries_are_moved_where_the_engine_reports_them_early() -> None:
     assert output.version_spans == [VersionSpan("v1", 0, 4), VersionSpan("v2", 4, 5)]
 
 
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        [chunk([65]), chunk([66, 67], 3), chunk([67], 3, entries=[65, 66, 67], finish=ABORT)],
-        # Both last chunks in one, as a slow reader gets them:
-        [chunk([65, 66]), chunk([67, 67], 3, entries=[67, 65, 66, 67], finish=ABORT)],
-        [chunk([65]), chunk([66, 67], 3), chunk([], 3, finish=ABORT)],
-    ],
-)
+@pytest.mark.parametrize("chunks", [
+    [chunk([65]), chunk([66, 67], 3), chunk([67], 3, entries=[65, 66, 67], finish=ABORT)],
+    # Both last chunks in one, as a slow reader gets them:
+    [chunk([65, 66]), chunk([67, 67], 3, entries=[67, 65, 66, 67], finish=ABORT)],
+    [chunk([65]), chunk([66, 67], 3), chunk([], 3, finish=ABORT)],
+])  # fmt: skip
 def test_an_abort_of_what_waits_repeats_no_token(chunks: list[bytes]) -> None:
     """SGLang then sends the last token again, and all log-probs."""
     [output] = taken(*chunks).outputs()
@@ -185,22 +182,19 @@ def rejected(code: int) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize(
-    ("tail", "error", "words"),
-    [
-        ([], EngineUnreachable, r"ended without \[DONE\]"),
-        ([*map(event, NEWS[2:])], EngineUnreachable, r"ended without \[DONE\]"),
-        ([DONE], EngineUnreachable, r"before samples \[0\] of 1 had finished"),
-        ([event(b'{"error":{"message":"too long","code":400}}'), DONE], EngineRefused, "with 400: too long"),
-        ([event(b'{"error":{"message":"gone","code":503}}')], EngineUnreachable, "503: gone"),
-        ([event(b'{"error":{"message":"gone","code":"no_worker"}}')], EngineUnreachable, "no_worker: gone"),
-        ([event(b'{"error":"gone"}')], EngineUnreachable, "gone"),
-        ([event(b"{]")], EngineProtocolError, "streamed b'{]'"),
-        ([event(chunk([1], 9))], EngineProtocolError, "counts 9, after 3"),
-        ([rejected(400), DONE], EngineRefused, "with 400: Abort in waiting queue"),
-        ([rejected(503), DONE], EngineUnreachable, "with 503: Abort in waiting queue"),
-    ],
-)
+@pytest.mark.parametrize(("tail", "error", "words"), [
+    ([], EngineUnreachable, r"ended without \[DONE\]"),
+    ([*map(event, NEWS[2:])], EngineUnreachable, r"ended without \[DONE\]"),
+    ([DONE], EngineUnreachable, r"before samples \[0\] of 1 had finished"),
+    ([event(b'{"error":{"message":"too long","code":400}}'), DONE], EngineRefused, "with 400: too long"),
+    ([event(b'{"error":{"message":"gone","code":503}}')], EngineUnreachable, "503: gone"),
+    ([event(b'{"error":{"message":"gone","code":"no_worker"}}')], EngineUnreachable, "no_worker: gone"),
+    ([event(b'{"error":"gone"}')], EngineUnreachable, "gone"),
+    ([event(b"{]")], EngineProtocolError, "streamed b'{]'"),
+    ([event(chunk([1], 9))], EngineProtocolError, "counts 9, after 3"),
+    ([rejected(400), DONE], EngineRefused, "with 400: Abort in waiting queue"),
+    ([rejected(503), DONE], EngineUnreachable, "with 503: Abort in waiting queue"),
+])  # fmt: skip
 async def test_however_a_stream_ends_what_came_is_kept(canned, tail: list[bytes], error, words: str) -> None:  # type: ignore[no-untyped-def]
     client, server = await canned(*map(event, NEWS[:2]), *tail)
     partial, request = PartialOutputs(), GenerateRequest(input_ids=[1, 2])

@@ -212,18 +212,15 @@ async def test_odd_answers_of_a_router_are_reported(monkeypatch: pytest.MonkeyPa
             await router.remove(RouterWorker(id="1", url="http://e"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "lost"),
-    [
-        ("sglang", {}, ()),
-        ("sglang", {"extra_key": "0.1", "rid": "r", "return_logprob": True}, ()),
-        ("sglang", {"return_routed_experts": True}, ("return_routed_experts",)),
-        ("smg", {"return_routed_experts": True, "input_logprob_temperature": 0.5}, ()),
-        ("sglang", {"sampling_params": SamplingParams(logit_bias={"1": 2.0})}, ("sampling_params.logit_bias",)),
-        ("smg", {"sampling_params": [SamplingParams(stop_regex="a")] * 2}, ("sampling_params.stop_regex",)),
-        ("smg", {"sampling_params": SamplingParams(custom_params={"a": 1})}, ()),
-    ],
-)
+@pytest.mark.parametrize(("kind", "fields", "lost"), [
+    ("sglang", {}, ()),
+    ("sglang", {"extra_key": "0.1", "rid": "r", "return_logprob": True}, ()),
+    ("sglang", {"return_routed_experts": True}, ("return_routed_experts",)),
+    ("smg", {"return_routed_experts": True, "input_logprob_temperature": 0.5}, ()),
+    ("sglang", {"sampling_params": SamplingParams(logit_bias={"1": 2.0})}, ("sampling_params.logit_bias",)),
+    ("smg", {"sampling_params": [SamplingParams(stop_regex="a")] * 2}, ("sampling_params.stop_regex",)),
+    ("smg", {"sampling_params": SamplingParams(custom_params={"a": 1})}, ()),
+])  # fmt: skip
 def test_only_fields_that_are_set_are_lost(kind: str, fields: dict[str, Any], lost: tuple[str, ...]) -> None:
     assert lost_fields(kind, GenerateRequest(**fields)) == lost
     assert set(DROPPED) == {"sglang", "smg"}

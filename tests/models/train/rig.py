@@ -38,14 +38,8 @@ from tests.models.corrections import corrected
 VOCABULARY = 32
 Tensors = dict[str, torch.Tensor]
 Trained = tuple[dict[str, float], Tensors, Tensors]
-PPO: dict[str, Any] = {
-    "advantage_estimator": "ppo",
-    "normalize_advantages": True,
-    "bootstrap_truncated": True,
-    "critic_lr": 1e-3,
-    "gamma": 0.97,
-    "lambd": 0.9,
-}
+PPO: dict[str, Any] = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "gamma": 0.97, "lambd": 0.9}
+PPO |= {"normalize_advantages": True, "bootstrap_truncated": True}
 TINY: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_position_embeddings": 128}
 # Metrics that depend on how micro-batches were packed.
 PACKING = frozenset(("train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"))

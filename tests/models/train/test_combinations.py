@@ -95,18 +95,9 @@ def unique(options: Iterator[Options]) -> list[Options]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("combinations") / "tiny",
-        TinyRecipe(
-            tokenizer="arithmetic",
-            hidden_size=16,
-            num_layers=1,
-            num_heads=2,
-            num_kv_heads=1,
-            intermediate_size=16,
-            max_position_embeddings=64,
-        ),
-    )
+    shape: Options = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
+    recipe = TinyRecipe(tokenizer="arithmetic", max_position_embeddings=64, **shape)
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("combinations") / "tiny", recipe)
 
 
 @pytest.fixture(scope="module")

@@ -299,14 +299,11 @@ def test_the_newest_version_is_that_of_the_tokens_that_a_sequence_trains() -> No
     assert [one.columns.tolist() for one in rollout.branches] == [[0], [1]]
 
 
-@pytest.mark.parametrize(
-    ("prefix", "words"),
-    [
-        ((1, 2), "the prefix of sequence 1 names sequence 1; it must name an earlier one"),
-        ((0, 5), "the prefix of sequence 1 has 5 tokens, but the sequences have 5 and 4"),
-        ((0, 4), "the first 4 tokens of sequence 1 are not those of sequence 0"),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "words"), [
+    ((1, 2), "the prefix of sequence 1 names sequence 1; it must name an earlier one"),
+    ((0, 5), "the prefix of sequence 1 has 5 tokens, but the sequences have 5 and 4"),
+    ((0, 4), "the first 4 tokens of sequence 1 are not those of sequence 0"),
+])  # fmt: skip
 def test_a_wrong_prefix_is_refused(prefix: tuple[int, int], words: str) -> None:
     trunk, branch = trunk_and_branch()
     branch.tokens[3] = 31 - trunk.tokens[3]
@@ -358,18 +355,15 @@ def test_ppo_golden() -> None:
 # ---------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"loss_aggregation": "rollout_mean", "use_tis": True, "entropy_coef": 0.01},
-        {"loss_aggregation": "token_mean"},
-        {"loss_aggregation": "seq_mean"},
-        {"loss_aggregation": "constant"},
-        {"use_opd": True, "opd_kl_coef": 0.5, "normalize_advantages": True},
-        {"mask_offpolicy_in_partial_rollout": True},
-        {"rollout_rs": ("token_k2=0.05",), "use_tis": True, "renormalize_after_rejection": True},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"loss_aggregation": "rollout_mean", "use_tis": True, "entropy_coef": 0.01},
+    {"loss_aggregation": "token_mean"},
+    {"loss_aggregation": "seq_mean"},
+    {"loss_aggregation": "constant"},
+    {"use_opd": True, "opd_kl_coef": 0.5, "normalize_advantages": True},
+    {"mask_offpolicy_in_partial_rollout": True},
+    {"rollout_rs": ("token_k2=0.05",), "use_tis": True, "renormalize_after_rejection": True},
+])  # fmt: skip
 def test_branches_train_as_the_flat_batch_does(backend, fields: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
     branched, by_hand = taught(branched_batch(3, VOCABULARY)), taught(branched_batch(3, VOCABULARY, as_flat=True))
     metrics, gradient, _ = train_step(backend(**fields, clip_grad=0.0), [branched])

@@ -211,16 +211,13 @@ SEGMENTS = {ALLOCATOR: "expandable_segments:True"}
 ON_MEGATRON = {"train_backend": "megatron"}
 
 
-@pytest.mark.parametrize(
-    ("train", "before", "after"),
-    [
-        ({}, {}, SEGMENTS),
-        ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
-        (ON_MEGATRON, {ALLOCATOR: ""}, {ALLOCATOR: "", CONNECTIONS: "1"}),
-        (ON_MEGATRON | {"train_device": "cuda:1"}, {CONNECTIONS: "8"}, {CONNECTIONS: "8", **SEGMENTS}),
-        (ON_MEGATRON | {"train_device": "cpu"}, {}, {}),
-    ],
-)
+@pytest.mark.parametrize(("train", "before", "after"), [
+    ({}, {}, SEGMENTS),
+    ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+    (ON_MEGATRON, {ALLOCATOR: ""}, {ALLOCATOR: "", CONNECTIONS: "1"}),
+    (ON_MEGATRON | {"train_device": "cuda:1"}, {CONNECTIONS: "8"}, {CONNECTIONS: "8", **SEGMENTS}),
+    (ON_MEGATRON | {"train_device": "cpu"}, {}, {}),
+])  # fmt: skip
 def test_gpus_are_set_up_where_the_user_has_not_done_so(
     train: dict[str, Any], before: dict[str, str], after: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,15 +289,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(backend, poison: float) -
     assert rig.differing(rig.weights_of(made), before)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *[{"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind} for kind in ("k1", "k3", "low_var_kl")],
-        {"use_rollout_logprobs": True},
-        {"policy_loss": "m2po"},
-        {"use_opsm": True, "staleness": 0},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    *[{"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind} for kind in ("k1", "k3", "low_var_kl")],
+    {"use_rollout_logprobs": True},
+    {"policy_loss": "m2po"},
+    {"use_opsm": True, "staleness": 0},
+])  # fmt: skip
 def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type: ignore[no-untyped-def]
     backend, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,20 +341,17 @@ def test_steps_without_a_trainable_token_change_nothing(backend) -> None:  # typ
     assert metrics["train/rollouts"] == 12
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"loss_mask": np.ones(3, np.uint8)}, "loss_mask has 3 entries for 4 tokens"),
-        ({"rollout_log_probs": np.ones(1, np.float32)}, "rollout_log_probs has 1 entries"),
-        ({"advantages": np.ones(0, np.float32)}, "advantages has 0 entries"),
-        ({"versions": np.ones(5, np.int32)}, "versions has 5 entries"),
-        ({"prompt_length": 0}, "keep at least one prompt token"),
-        ({"prompt_length": 5}, "4 tokens with prompt_length 5"),
-        ({"prompt_length": 3}, "loss_mask is 1 within the first 3 tokens, which are its prompt"),
-        ({"tokens": np.array([1, 2, 3, 32], np.int32)}, "vocabulary of 32; engine and trainer"),
-        ({"tokens": np.array([1, -1, 3, 4], np.int32)}, "token ids -1 to 4"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"loss_mask": np.ones(3, np.uint8)}, "loss_mask has 3 entries for 4 tokens"),
+    ({"rollout_log_probs": np.ones(1, np.float32)}, "rollout_log_probs has 1 entries"),
+    ({"advantages": np.ones(0, np.float32)}, "advantages has 0 entries"),
+    ({"versions": np.ones(5, np.int32)}, "versions has 5 entries"),
+    ({"prompt_length": 0}, "keep at least one prompt token"),
+    ({"prompt_length": 5}, "4 tokens with prompt_length 5"),
+    ({"prompt_length": 3}, "loss_mask is 1 within the first 3 tokens, which are its prompt"),
+    ({"tokens": np.array([1, 2, 3, 32], np.int32)}, "vocabulary of 32; engine and trainer"),
+    ({"tokens": np.array([1, -1, 3, 4], np.int32)}, "token ids -1 to 4"),
+])  # fmt: skip
 def test_inconsistent_sequences_are_refused(backend, changes: dict[str, Any], words: str) -> None:  # type: ignore[no-untyped-def]
     made = backend()
     bad = dataclasses.replace(rig.sequence(group=7, rollout=5, tokens=[1, 2, 3, 4], mask=[1, 1]), **changes)

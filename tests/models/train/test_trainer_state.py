@@ -43,18 +43,12 @@ def rates(total: int | None, steps: int, **fields: object) -> list[float]:
     return [learning_rate(step, train, total) for step in range(steps)]
 
 
-def test_linear_decay() -> None:
-    assert rates(6, 8, lr_decay_style="linear", lr_warmup_iters=2, min_lr=0.2) == pytest.approx(
-        [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
-    )
-
-
-def test_cosine_decay() -> None:
-    found = rates(4, 6, lr_decay_style="cosine", min_lr=0.1)
-    assert found == pytest.approx([1.0, 0.1 + 0.9 * 0.853553, 0.55, 0.1 + 0.9 * 0.146447, 0.1, 0.1], abs=1e-5)
-
-
-def test_a_warm_up_is_a_number_or_a_share_of_the_steps() -> None:
+def test_warm_up_and_decay() -> None:
+    """A warm-up is a number or a share of the steps."""
+    linear = rates(6, 8, lr_decay_style="linear", lr_warmup_iters=2, min_lr=0.2)
+    assert linear == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = rates(4, 6, lr_decay_style="cosine", min_lr=0.1)
+    assert cosine == pytest.approx([1.0, 0.1 + 0.9 * 0.853553, 0.55, 0.1 + 0.9 * 0.146447, 0.1, 0.1], abs=1e-5)
     share = rates(8, 8, lr_warmup_fraction=0.5)
     assert share == rates(8, 8, lr_warmup_iters=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0])
 

@@ -51,19 +51,16 @@ def test_both_ways_make_the_same_update(backend, monkeypatch: pytest.MonkeyPatch
         rig.same(whole[1], streaming[1])
 
 
-@pytest.mark.parametrize(
-    ("fields", "forwards", "graphs"),
-    [
-        ({}, 1, 1),  # one pass: the anchor is the pass that is trained
-        ({"use_tis": True, "prox": "loglinear"}, 1, 1),  # the anchor lies between mu and theta
-        ({"use_rollout_logprobs": True}, 1, 1),
-        ({"policy_loss": "m2po"}, 2, 1),
-        ({"tis_batch_normalize": True}, 2, 1),
-        ({"normalize_advantages": True}, 1, 1),  # whitening looks at advantages only
-        ({"use_opd": True}, 2, 1),  # distillation looks at the policy of the batch's start
-        ({"use_opd": True, "use_rollout_logprobs": True}, 1, 1),  # or at the sampler
-    ],
-)
+@pytest.mark.parametrize(("fields", "forwards", "graphs"), [
+    ({}, 1, 1),  # one pass: the anchor is the pass that is trained
+    ({"use_tis": True, "prox": "loglinear"}, 1, 1),  # the anchor lies between mu and theta
+    ({"use_rollout_logprobs": True}, 1, 1),
+    ({"policy_loss": "m2po"}, 2, 1),
+    ({"tis_batch_normalize": True}, 2, 1),
+    ({"normalize_advantages": True}, 1, 1),  # whitening looks at advantages only
+    ({"use_opd": True}, 2, 1),  # distillation looks at the policy of the batch's start
+    ({"use_opd": True, "use_rollout_logprobs": True}, 1, 1),  # or at the sampler
+])  # fmt: skip
 def test_no_forward_pass_is_made_without_need(backend, fields: dict[str, Any], forwards: int, graphs: int) -> None:  # type: ignore[no-untyped-def]
     made = backend(**fields)
     calls = counted(made)
@@ -97,17 +94,13 @@ def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch
 # ---------------------------------------------------------------------- advantages
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.5, "gamma": 0.9},
-        {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.5, "normalize_advantages": True},
-        {"advantage_estimator": "on_policy_distillation", "opd_kl_coef": 0.7},
-        {"advantage_estimator": "grpo", "use_opd": True, "opd_kl_coef": 0.7, "normalize_advantages": True},
-        {"advantage_estimator": "grpo", "use_opd": True, "use_rollout_logprobs": True},
-    ],
-    ids=lambda fields: "-".join(map(str, fields.values())),
-)
+@pytest.mark.parametrize("fields", [
+    {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.5, "gamma": 0.9},
+    {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.5, "normalize_advantages": True},
+    {"advantage_estimator": "on_policy_distillation", "opd_kl_coef": 0.7},
+    {"advantage_estimator": "grpo", "use_opd": True, "opd_kl_coef": 0.7, "normalize_advantages": True},
+    {"advantage_estimator": "grpo", "use_opd": True, "use_rollout_logprobs": True},
+], ids=lambda fields: "-".join(map(str, fields.values())))  # fmt: skip
 @pytest.mark.parametrize("steps", [1, 2])
 def test_advantages_of_tokens_reach_the_loss(backend, tmp_path: Path, fields: dict[str, Any], steps: int) -> None:  # type: ignore[no-untyped-def]
     """The same gradients as with the advantages worked out sequence by sequence and handed over."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from configs.schema.model_shapes import read_shape
 from models.train.interface import TrainSequence
 from models.train.work import Work, checkpoint_shape, published_tflops, speed, step_flops, work_of
+from tests.models.train import rig
 
 # Two layers: q 8x8, k and v 8x4, o 8x8, gate, up and down 8x16; a head of 8x32.
 MODEL = {
@@ -20,19 +20,7 @@ MODEL = {
 
 
 def sequence(prompt: list[int], response: int, prefix: tuple[int, int] | None = None) -> TrainSequence:
-    n = len(prompt) + response
-    zeros = np.zeros(n, dtype=np.float32)
-    return TrainSequence(
-        group_id=0,
-        rollout_id=0,
-        tokens=np.array([*prompt, *range(100, 100 + response)], dtype=np.int32),
-        prompt_length=len(prompt),
-        loss_mask=np.repeat([0, 1], [len(prompt), response]).astype(np.uint8),
-        rollout_log_probs=zeros,
-        advantages=zeros,
-        versions=np.zeros(n, dtype=np.int32),
-        prefix=prefix,
-    )
+    return rig.sequence(tokens=[*prompt, *range(100, 100 + response)], mask=[1] * response, prefix=prefix)
 
 
 def test_a_beginning_that_sequences_share_is_worked_on_once() -> None:

@@ -199,14 +199,11 @@ def test_a_failed_write_leaves_the_newest_in_place_and_its_own_slot_torn(writer:
     SlotReader(third)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t.pop("b.bias"), "lacks 1 of 4 tensors, 'b.bias'"),
-        (lambda t: t.update({"x": torch.zeros(1)}), "'x' of version 9 is not in the slot's layout"),
-        (lambda t: t.update({"b.bias": torch.zeros(6)}), r"shape \(6,\), the slot was laid out for \(5,\)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t: t.pop("b.bias"), "lacks 1 of 4 tensors, 'b.bias'"),
+    (lambda t: t.update({"x": torch.zeros(1)}), "'x' of version 9 is not in the slot's layout"),
+    (lambda t: t.update({"b.bias": torch.zeros(6)}), r"shape \(6,\), the slot was laid out for \(5,\)"),
+])  # fmt: skip
 def test_wrong_tensors_are_refused_by_name(writer: SlotWriter, change, words) -> None:
     tensors = values(9)
     change(tensors)

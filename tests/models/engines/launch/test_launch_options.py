@@ -39,28 +39,25 @@ NONE = "is no option of SGLang 0.5.23; did you mean"
 FRACTION = "--sglang-mem-fraction-static"
 
 
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        ({"mem_fraction_statc": 0.8}, f"--sglang-mem-fraction-statc {NONE} {FRACTION}?"),
-        ({"lora": "x"}, f"--sglang-lora {NONE} --sglang-lora-paths?"),
-        ({"quux_of_mars": 1}, "--sglang-quux-of-mars is no option of SGLang 0.5.23; see the help of that program"),
-        ({"mem_fraction_static": "most"}, f"{FRACTION} is 'most', but must be a number; give for example 0.5"),
-        ({"max_total_tokens": "64kk"}, "max-total-tokens is '64kk', but must be a whole number, or one with k"),
-        ({"dtype": "float23"}, "is 'float23', but must be one of auto, bfloat16, float32; did you mean float32?"),
-        ({"dtype": True}, "--sglang-dtype has no value, but must be one of auto, bfloat16, float32; give one"),
-        ({"dtype": ["auto", "float32"]}, "but it takes one value, one of auto"),
-        ({"disable_radix_cache": "yes"}, "disable-radix-cache is 'yes', but it takes no value; write it alone"),
-        ({"cuda_graph_bs_decode": [1, "x"]}, "holds 'x', but its values must be a whole number; correct it"),
-        ({"preferred_sampling_params": "{top"}, "is '{top', but must be JSON; give for example {}"),
-        ({"no_enable_tf32_matmul": True}, "a flag; write sglang.sglang_args.enable_tf32_matmul=false"),
-        ({"ep": 2, "ep-size": 4}, "--sglang-ep-size and --sglang-ep are the same option of SGLang 0.5.23; leave one"),
-        ({"model": "x"}, "--sglang-model cannot be passed on: Sluice serves the checkpoint that it trains; use"),
-        ({"tensor_parallel_size": 2}, "cannot be passed on: it follows from --rollout-num-gpus-per-engine"),
-        ({"skip_tokenizer_init": True}, "samples carry their text, and stop strings need it; leave it out"),
-        ({"enable_return_routed_experts": True}, "ends the server at its start where there is no GPU; leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("args", "sentence"), [
+    ({"mem_fraction_statc": 0.8}, f"--sglang-mem-fraction-statc {NONE} {FRACTION}?"),
+    ({"lora": "x"}, f"--sglang-lora {NONE} --sglang-lora-paths?"),
+    ({"quux_of_mars": 1}, "--sglang-quux-of-mars is no option of SGLang 0.5.23; see the help of that program"),
+    ({"mem_fraction_static": "most"}, f"{FRACTION} is 'most', but must be a number; give for example 0.5"),
+    ({"max_total_tokens": "64kk"}, "max-total-tokens is '64kk', but must be a whole number, or one with k"),
+    ({"dtype": "float23"}, "is 'float23', but must be one of auto, bfloat16, float32; did you mean float32?"),
+    ({"dtype": True}, "--sglang-dtype has no value, but must be one of auto, bfloat16, float32; give one"),
+    ({"dtype": ["auto", "float32"]}, "but it takes one value, one of auto"),
+    ({"disable_radix_cache": "yes"}, "disable-radix-cache is 'yes', but it takes no value; write it alone"),
+    ({"cuda_graph_bs_decode": [1, "x"]}, "holds 'x', but its values must be a whole number; correct it"),
+    ({"preferred_sampling_params": "{top"}, "is '{top', but must be JSON; give for example {}"),
+    ({"no_enable_tf32_matmul": True}, "a flag; write sglang.sglang_args.enable_tf32_matmul=false"),
+    ({"ep": 2, "ep-size": 4}, "--sglang-ep-size and --sglang-ep are the same option of SGLang 0.5.23; leave one"),
+    ({"model": "x"}, "--sglang-model cannot be passed on: Sluice serves the checkpoint that it trains; use"),
+    ({"tensor_parallel_size": 2}, "cannot be passed on: it follows from --rollout-num-gpus-per-engine"),
+    ({"skip_tokenizer_init": True}, "samples carry their text, and stop strings need it; leave it out"),
+    ({"enable_return_routed_experts": True}, "ends the server at its start where there is no GPU; leave it out"),
+])  # fmt: skip
 def test_each_refusal_of_the_server_in_its_words(cpu: Installed, args: dict[str, Any], sentence: str) -> None:
     (fault,) = server_faults(args, cpu)
     assert sentence in fault
@@ -77,15 +74,12 @@ def test_all_faults_come_at_once(cpu: Installed) -> None:
     assert len(server_faults({"a": 1, "dtype": "b", "port": 3, "tp-size": 2, "mem-fraction-static": ""}, cpu)) == 5
 
 
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        ({"policy": "random"}, "--router-policy cannot be passed on: use --router-policy"),
-        ({"retry_max_retries": 3}, "the generate stage alone repeats a request, from its partial output"),
-        ({"cache_treshold": 0.5}, "is no option of sglang-router 0.3.2; did you mean --router-cache-threshold?"),
-        ({"cache_threshold": "x"}, "--router-cache-threshold is 'x', but must be a number; give for example 0.3"),
-    ],
-)
+@pytest.mark.parametrize(("args", "sentence"), [
+    ({"policy": "random"}, "--router-policy cannot be passed on: use --router-policy"),
+    ({"retry_max_retries": 3}, "the generate stage alone repeats a request, from its partial output"),
+    ({"cache_treshold": 0.5}, "is no option of sglang-router 0.3.2; did you mean --router-cache-threshold?"),
+    ({"cache_threshold": "x"}, "--router-cache-threshold is 'x', but must be a number; give for example 0.3"),
+])  # fmt: skip
 def test_each_refusal_of_the_router_in_its_words(cpu: Installed, args: dict[str, Any], sentence: str) -> None:
     (fault,) = router_faults(args, cpu)
     assert sentence in fault
@@ -177,17 +171,14 @@ def sglang(**engine: Any) -> Config:
 NO_STREAMS = replace(SGLANG, health=HealthConfig(stream_interval=0))
 
 
-@pytest.mark.parametrize(
-    ("config", "on", "present", "absent"),
-    [
-        (NO_STREAMS, "cpu", "", "stream-interval incremental-streaming-output"),
-        (sglang(pause_generation_mode="retract"), "cpu", "sleep-on-idle", "disable-overlap-schedule"),
-        (sglang(prefix_cache=False), "cpu", "disable-radix-cache", ""),
-        (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), "cpu", "", "enable-memory-saver"),
-        (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), "gpu", "enable-memory-saver", ""),
-        (replace(SGLANG, run=RunConfig(deterministic=True)), "gpu", "enable-deterministic-inference", ""),
-    ],
-)
+@pytest.mark.parametrize(("config", "on", "present", "absent"), [
+    (NO_STREAMS, "cpu", "", "stream-interval incremental-streaming-output"),
+    (sglang(pause_generation_mode="retract"), "cpu", "sleep-on-idle", "disable-overlap-schedule"),
+    (sglang(prefix_cache=False), "cpu", "disable-radix-cache", ""),
+    (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), "cpu", "", "enable-memory-saver"),
+    (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), "gpu", "enable-memory-saver", ""),
+    (replace(SGLANG, run=RunConfig(deterministic=True)), "gpu", "enable-deterministic-inference", ""),
+])  # fmt: skip
 def test_options_follow_from_flags(
     cpu: Installed, gpu: Installed, config: Config, on: str, present: str, absent: str
 ) -> None:
@@ -196,15 +187,12 @@ def test_options_follow_from_flags(
     assert not set(absent.split()) & given.keys()
 
 
-@pytest.mark.parametrize(
-    ("level", "of_server", "of_router"),
-    [
-        ("debug", "debug", "debug"),
-        ("info", "info", "warn"),
-        ("warning", "warning", "warn"),
-        ("error", "error", "error"),
-    ],
-)
+@pytest.mark.parametrize(("level", "of_server", "of_router"), [
+    ("debug", "debug", "debug"),
+    ("info", "info", "warn"),
+    ("warning", "warning", "warn"),
+    ("error", "error", "error"),
+])  # fmt: skip
 def test_servers_of_others_log_at_the_level_of_the_run(
     cpu: Installed, level: str, of_server: str, of_router: str
 ) -> None:

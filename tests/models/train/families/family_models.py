@@ -10,48 +10,26 @@ import torch
 VOCAB = 97  # odd: padded as soon as there are two tensor-parallel processes
 
 SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    pad_token_id=None,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5,
+    pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
 _EXPERTS = dict(
-    num_hidden_layers=3,
-    moe_intermediate_size=24,
-    num_experts_per_tok=4,
-    n_routed_experts=8,
-    n_shared_experts=1,
-    routed_scaling_factor=1.5,
-    first_k_dense_replace=1,
-)
+    num_hidden_layers=3, moe_intermediate_size=24, num_experts_per_tok=4, n_routed_experts=8, n_shared_experts=1,
+    routed_scaling_factor=1.5, first_k_dense_replace=1,
+)  # fmt: skip
 _QWEN_EXPERTS = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 _LATENT = dict(
-    num_key_value_heads=4,
-    kv_lora_rank=16,
-    q_lora_rank=24,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=12,
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
     rms_norm_eps=1e-3,  # far from the eps of the norms inside latent attention, which stays 1e-6
-)
+)  # fmt: skip
 _YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32, beta_slow=1
 )
 _LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10000.0,
-    factor=8.0,
-    original_max_position_embeddings=16,
-    low_freq_factor=1.0,
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16, low_freq_factor=1.0,
     high_freq_factor=4.0,
-)
+)  # fmt: skip
 
 # name -> (class of the configuration, its fields beyond SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,32 +37,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2_yarn": ("Qwen2Config", {"rope_parameters": _YARN}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "num_hidden_layers": 4}),  # for two stages of two chunks
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {**_QWEN_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
-    ),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_QWEN_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1],
+                                     "norm_topk_prob": True}),
     "qwen3_moe_raw_scores": ("Qwen3MoeConfig", {**_QWEN_EXPERTS, "norm_topk_prob": False}),
     "llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3}),
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "glm4_moe": ("Glm4MoeConfig", {**_EXPERTS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe_groups": ("Glm4MoeConfig", {**_EXPERTS, "head_dim": 16, "n_group": 4, "topk_group": 2}),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {
-            **_EXPERTS,
-            **_LATENT,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3Config", {**_EXPERTS, **_LATENT, "n_group": 4, "topk_group": 2,
+                                         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     # Moonlight has no q_lora_rank, two shared experts, one group.
-    "moonlight": (
-        "DeepseekV3Config",
-        {**_EXPERTS, **_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
-    ),
-}
+    "moonlight": ("DeepseekV3Config", {**_EXPERTS, **_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1,
+                                       "topk_group": 1}),
+}  # fmt: skip
 
 
 # Trained in shards only: caps its logits, has sliding windows.

@@ -62,35 +62,25 @@ def test_published_configurations_are_read() -> None:
     architecture_of({**DEEPSEEK_V3, "topk_group": 3})
 
 
-@pytest.mark.parametrize(
-    ("config", "change", "words"),
-    [
-        (
-            QWEN3,
-            {"use_sliding_window": True, "sliding_window": 4096},
-            "sliding_window=4096.*use_sliding_window to false",
-        ),
-        (QWEN3, {"layer_types": ["sliding_attention"] * 28}, "sliding_attention"),
-        (QWEN3, {"attention_bias": True}, "attention_bias=True of 'qwen3' cannot be built.*--train-backend fsdp"),
-        (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu' of 'qwen3' cannot be built .* only 'silu' or 'swish'"),
-        (QWEN3, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        (QWEN3, {"logit_scale": 0.5}, "logit_scale=0.5 .* is not known here and may change the logits"),
-        (
-            QWEN3,
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type='dynamic' .* only default, linear, llama3",
-        ),
-        (QWEN3, {"num_key_value_heads": None, "hidden_size": None}, "config.json of 'qwen3' has no hidden_size"),
-        (LLAMA31, {"mlp_bias": True}, "mlp_bias=True of 'llama'"),
-        (LLAMA31, {"pretraining_tp": 2}, "pretraining_tp=2"),
-        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*bfloat16 first"),
-        (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob=false of 'deepseek_v3'"),
-        (DEEPSEEK_V3, {"topk_group": 2}, "topk_group=2 of 'deepseek_v3' with num_experts_per_tok=8"),
-        (DEEPSEEK_V3, {"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok=1 of 'deepseek_v3'"),
-        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
-        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy'.*only 'noaux_tc'"),
-    ],
-)
+@pytest.mark.parametrize(("config", "change", "words"), [
+    (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096.*use_sliding_window to false"),
+    (QWEN3, {"layer_types": ["sliding_attention"] * 28}, "sliding_attention"),
+    (QWEN3, {"attention_bias": True}, "attention_bias=True of 'qwen3' cannot be built.*--train-backend fsdp"),
+    (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu' of 'qwen3' cannot be built .* only 'silu' or 'swish'"),
+    (QWEN3, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    (QWEN3, {"logit_scale": 0.5}, "logit_scale=0.5 .* is not known here and may change the logits"),
+    (QWEN3, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+     "rope_type='dynamic' .* only default, linear, llama3"),
+    (QWEN3, {"num_key_value_heads": None, "hidden_size": None}, "config.json of 'qwen3' has no hidden_size"),
+    (LLAMA31, {"mlp_bias": True}, "mlp_bias=True of 'llama'"),
+    (LLAMA31, {"pretraining_tp": 2}, "pretraining_tp=2"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*bfloat16 first"),
+    (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob=false of 'deepseek_v3'"),
+    (DEEPSEEK_V3, {"topk_group": 2}, "topk_group=2 of 'deepseek_v3' with num_experts_per_tok=8"),
+    (DEEPSEEK_V3, {"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok=1 of 'deepseek_v3'"),
+    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
+    (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy'.*only 'noaux_tc'"),
+])  # fmt: skip
 def test_what_changes_the_logits_is_refused(config: dict[str, Any], change: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         architecture_of({**config, **change})
@@ -108,21 +98,14 @@ def test_every_family_is_known_to_transformers_or_a_name_of_deepseek() -> None:
         assert model_type in transformers.CONFIG_MAPPING
 
 
-@pytest.mark.parametrize(
-    ("config_class", "head", "scaling"),
-    [
-        ("LlamaConfig", 128, {**LLAMA31["rope_scaling"], "rope_theta": 500000.0}),
-        ("Qwen2Config", 128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, **_OF_32K}),
-        ("Qwen2Config", 128, {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
-        ("DeepseekV3Config", 64, {**DEEPSEEK_V3["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000.0}),
-        (
-            "Qwen2Config",
-            64,
-            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4,
-             "attention_factor": 1.25, "truncate": False},
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config_class", "head", "scaling"), [
+    ("LlamaConfig", 128, {**LLAMA31["rope_scaling"], "rope_theta": 500000.0}),
+    ("Qwen2Config", 128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, **_OF_32K}),
+    ("Qwen2Config", 128, {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
+    ("DeepseekV3Config", 64, {**DEEPSEEK_V3["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000.0}),
+    ("Qwen2Config", 64, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4,
+                         "attention_factor": 1.25, "truncate": False}),
+])  # fmt: skip
 def test_frequencies_are_those_of_transformers(config_class: str, head: int, scaling: Mapping[str, Any]) -> None:
     config = getattr(transformers, config_class)(
         hidden_size=head * 2, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=dict(scaling)
@@ -147,31 +130,22 @@ TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "
 VP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "words"),
-    [
-        (QWEN3, {TP: 3}, f"{TP}=3 does not divide the 16 attention heads"),
-        (QWEN3, {EP: 2}, f"{EP}=2, but qwen3 has no experts"),
-        (DEEPSEEK_V3, {TP: 2}, "deepseek_v3 has experts or latent.*add --sequence-parallel"),
-        (DEEPSEEK_V3, {EP: 3}, f"{EP}=3 does not divide the 256 experts"),
-        ({**QWEN3, "intermediate_size": 3071}, {TP: 2}, "divide the intermediate_size 3071"),
-        (
-            {**DEEPSEEK_V3, "moe_intermediate_size": 2047},
-            {ETP: 2},
-            f"{ETP}=2 does not divide the moe_intermediate_size 2047 of deepseek_v3",
-        ),
-        ({**QWEN3, "num_key_value_heads": 3}, {TP: 2}, "the 3 key and value heads of qwen3"),
-        (QWEN3, {PP: 3}, "does not divide the 28 layers of qwen3 that 3 stages share"),
-        (
-            DEEPSEEK_V3,
-            {PP: 4, "decoder_first_pipeline_num_layers": 14},
-            "does not divide the 47 layers of deepseek_v3 that 3 stages share; .* --decoder-first-pipeline-num-layers",
-        ),
-        (QWEN3, {PP: 2, VP: 4}, rf"{VP}=4 does not divide the layers of a stage, \[14\] of qwen3"),
-        (DEEPSEEK_V3, {"moe_grouped_gemm": True}, "moe_grouped_gemm needs Transformer Engine on a GPU"),
-        (QWEN3, {"transformer_impl": "transformer_engine"}, "transformer_impl=transformer_engine needs .* and a GPU"),
-    ],
-)
+@pytest.mark.parametrize(("config", "options", "words"), [
+    (QWEN3, {TP: 3}, f"{TP}=3 does not divide the 16 attention heads"),
+    (QWEN3, {EP: 2}, f"{EP}=2, but qwen3 has no experts"),
+    (DEEPSEEK_V3, {TP: 2}, "deepseek_v3 has experts or latent.*add --sequence-parallel"),
+    (DEEPSEEK_V3, {EP: 3}, f"{EP}=3 does not divide the 256 experts"),
+    ({**QWEN3, "intermediate_size": 3071}, {TP: 2}, "divide the intermediate_size 3071"),
+    ({**DEEPSEEK_V3, "moe_intermediate_size": 2047}, {ETP: 2},
+     f"{ETP}=2 does not divide the moe_intermediate_size 2047 of deepseek_v3"),
+    ({**QWEN3, "num_key_value_heads": 3}, {TP: 2}, "the 3 key and value heads of qwen3"),
+    (QWEN3, {PP: 3}, "does not divide the 28 layers of qwen3 that 3 stages share"),
+    (DEEPSEEK_V3, {PP: 4, "decoder_first_pipeline_num_layers": 14},
+     "does not divide the 47 layers of deepseek_v3 that 3 stages share; .* --decoder-first-pipeline-num-layers"),
+    (QWEN3, {PP: 2, VP: 4}, rf"{VP}=4 does not divide the layers of a stage, \[14\] of qwen3"),
+    (DEEPSEEK_V3, {"moe_grouped_gemm": True}, "moe_grouped_gemm needs Transformer Engine on a GPU"),
+    (QWEN3, {"transformer_impl": "transformer_engine"}, "transformer_impl=transformer_engine needs .* and a GPU"),
+])  # fmt: skip
 def test_layouts_that_a_model_cannot_be_divided_by_are_refused(
     config: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
@@ -299,23 +273,16 @@ def test_an_embedding_that_is_stored_twice_is_read_once(saved: Path) -> None:
         check_changed(saved / "qwen2_tied", {"lm_head.weight": torch.zeros(1)})
 
 
-@pytest.mark.parametrize(
-    ("own", "name"),
-    [
-        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.7.input_layernorm.weight"),
-        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.6.pre_mlp_layernorm.weight"),
-        (
-            "decoder.layers.0.mlp.experts.linear_fc2.weight3",
-            "decoder.layers.6.mlp.experts.local_experts.11.linear_fc2.weight",
-        ),
-        (
-            "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight",
-            "decoder.layers.7.mlp.experts.local_experts.8.linear_fc1.weight",
-        ),
-        ("decoder.layers.1.mlp.router.expert_bias", "decoder.layers.7.mlp.router.expert_bias"),
-        ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
-    ],
-)
+@pytest.mark.parametrize(("own", "name"), [
+    ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.7.input_layernorm.weight"),
+    ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.6.pre_mlp_layernorm.weight"),
+    ("decoder.layers.0.mlp.experts.linear_fc2.weight3",
+     "decoder.layers.6.mlp.experts.local_experts.11.linear_fc2.weight"),
+    ("decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight",
+     "decoder.layers.7.mlp.experts.local_experts.8.linear_fc1.weight"),
+    ("decoder.layers.1.mlp.router.expert_bias", "decoder.layers.7.mlp.router.expert_bias"),
+    ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+])  # fmt: skip
 def test_names_are_global_and_those_of_the_local_layers(own: str, name: str) -> None:
     """The second chunk of a process: its layers begin at the sixth, its experts at the eighth."""
     layers = [SimpleNamespace(layer_number=7), SimpleNamespace(layer_number=8)]

@@ -34,14 +34,11 @@ def test_what_is_left_is_data_parallel() -> None:
     assert processes.parallel_sizes(spec(virtual_pipeline_model_parallel_size=1), 3).virtual_pipeline is None
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "words"),
-    [
-        (3, {"tensor_model_parallel_size": 2}, "3 processes do not divide.*--actor-num-gpus-per-node"),
-        (4, {"expert_model_parallel_size": 3}, "sets of experts of 3.*--expert-model-parallel-size"),
-        (2, {"context_parallel_size": 2}, "Transformer Engine.*--context-parallel-size 1"),
-    ],
-)
+@pytest.mark.parametrize(("world", "layout", "words"), [
+    (3, {"tensor_model_parallel_size": 2}, "3 processes do not divide.*--actor-num-gpus-per-node"),
+    (4, {"expert_model_parallel_size": 3}, "sets of experts of 3.*--expert-model-parallel-size"),
+    (2, {"context_parallel_size": 2}, "Transformer Engine.*--context-parallel-size 1"),
+])  # fmt: skip
 def test_impossible_layouts_name_the_cure(
     world: int, layout: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

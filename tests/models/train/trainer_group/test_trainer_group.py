@@ -125,17 +125,14 @@ def test_a_connection_broken_off_here_wakes_the_waiting_task() -> None:
     other.close()
 
 
-@pytest.mark.parametrize(
-    ("backend", "processes", "expected"),
-    [
-        ("torch", 1, False),
-        ("torch", 2, True),
-        ("fsdp", 1, True),
-        ("megatron", 1, True),
-        ("megatron", 4, True),
-        ("simulated", 4, False),
-    ],
-)
+@pytest.mark.parametrize(("backend", "processes", "expected"), [
+    ("torch", 1, False),
+    ("torch", 2, True),
+    ("fsdp", 1, True),
+    ("megatron", 1, True),
+    ("megatron", 4, True),
+    ("simulated", 4, False),
+])  # fmt: skip
 def test_which_runs_need_a_trainer_group(backend: str, processes: int, expected: bool) -> None:
     config = Config(
         train=TrainConfig(train_backend=backend),  # type: ignore[arg-type]

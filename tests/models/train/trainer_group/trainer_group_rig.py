@@ -7,9 +7,7 @@ import itertools
 import logging
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +29,9 @@ from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
 from models.weights.layout import WEIGHTS_FILE, read_layout
 from models.weights.slot_directory import DirectoryLease
 from tests.models.train import rig
-from tests.models.train.rig import make_sequences
+from tests.models.train.rig import Tensors, make_sequences
 
 RANKS = 2
-Tensors = dict[str, torch.Tensor]
 
 
 def small_config(checkpoint: Path, *, timeout_s: float = 60.0, **train: Any) -> Config:
@@ -101,15 +98,6 @@ class Meeting:
         draft.replace(self.path)
 
 
-def free_port() -> int:
-    """Below the ports that the system gives to connections: one of those may be taken by the time that a rank binds
-    it."""
-    while True:
-        port = random.randrange(10_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
 def rank_main(home: str, path: str) -> None:
     """Entry point of a rank's process."""
     from models.train.trainer_group.rank import run_rank
@@ -174,6 +162,8 @@ class Ranks:
         assert not self._keeper.is_alive()
 
     def _keep(self) -> None:
+        from tests.other_programs import free_port  # with aiohttp, which no rank needs
+
         while not self._stopped.is_set():
             self.incarnation += 1
             port = free_port()
