@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -11,6 +12,7 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, settings
 
+from configs.plan import plan
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
@@ -37,6 +39,14 @@ def pytest_runtest_teardown() -> Generator[None]:
     if Path.cwd() != ROOT:
         os.chdir(ROOT)
         pytest.fail("this test has left its process in another directory; use monkeypatch.chdir", pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plans_simulate_once() -> Iterator[None]:
+    """The goodput that is attainable takes most of a plan's time: plans of one worker that assume the same share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "attainable", functools.cache(plan.attainable))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -206,12 +206,12 @@ SETTINGS = (
 
 
 def test_the_work_is_that_of_the_passes_that_the_trainer_makes() -> None:
-    """Log-probs at the start of the batch, and of later steps' starts; the reference. A third of the combinations, in
+    """Log-probs at the start of the batch, and of later steps' starts; the reference. A fifth of the combinations, in
     which each pair of settings occurs."""
     found = set()
     for numbered in itertools.product(*(enumerate(one.split("|")) for one in SETTINGS)):
         numbers, parts = zip(*numbered, strict=True)
-        if sum(numbers) % 3:
+        if sum(numbers) % 5:
             continue
         config = planned(*parts)
         spec = train_spec(config, 10)
@@ -429,4 +429,3 @@ def test_tiny_models_against_transformers() -> None:
         config = getattr(transformers, f"{kind}Config")(**{**TINY_SHAPES, **shape}, tie_word_embeddings=number % 2 == 0)
         known = shape_of(config.to_dict())
         assert total_parameters(known) == parameter_count(config), (kind, shape)
-

@@ -73,14 +73,14 @@ def configs(draw: st.DrawFn) -> Config:
     return msgspec.structs.replace(config, stage=(stage,)) if draw(st.booleans()) else config
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(config=configs())
 def test_toml_and_json_round_trip(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
     assert load(["--config", recipe(tmp_path_factory.mktemp("recipe"), dump_toml(config))]).config == config
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(text=st.text(st.characters(codec="utf-8"), max_size=30))
 def test_any_text_survives_toml(text: str) -> None:
     config = build({"tools.tool_call_open": text, "data.apply_chat_template_kwargs": {text: text}})

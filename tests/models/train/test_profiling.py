@@ -25,7 +25,7 @@ def test_a_profile_holds_the_batches_of_its_window_and_no_other(tiny: Path, tmp_
     debug = DebugConfig(use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
     backend = build_backend(resolve(Config(train=train, debug=debug)), 4, tmp_path)
     backend.setup()
-    sequences = make_sequences(groups=2)
+    sequences = make_sequences(groups=2, per_group=1)
     written = tmp_path / "profile" / "rank-0.json.gz"
     for batch in range(4):
         assert written.exists() is (batch == 3)

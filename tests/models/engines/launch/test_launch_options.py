@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -112,6 +112,7 @@ VALUES = {
 }
 
 
+@settings(max_examples=20)
 @given(args=st.fixed_dictionaries({}, optional=VALUES))
 def test_what_passes_the_check_arrives_as_it_was_meant(
     cpu: Installed, parser: argparse.ArgumentParser, args: dict[str, Any]
@@ -288,9 +289,9 @@ def test_routers_that_cannot_be_started(cpu: Installed) -> None:
         start(router="smg")
     with pytest.raises(LaunchRefused, match="least_loaded is the generate stage's own; choose another one"):
         start(router_policy="least_loaded")
-    for settings in ({"router": "none"}, {"router_address": "http://h:1"}):
+    for absent in ({"router": "none"}, {"router_address": "http://h:1"}):
         with pytest.raises(LaunchRefused, match="there is none to start"):
-            start(**settings)
+            start(**absent)
     with pytest.raises(EnvironmentMissing, match="run `make sglang-env`, or add --router none"):
         routed(SGLANG, replace(cpu, router=None, options={"server": cpu.options["server"]}))
 

@@ -130,7 +130,7 @@ TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "
 VP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
 
 
-@pytest.mark.parametrize(("config", "options", "words"), [
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN3, {TP: 3}, f"{TP}=3 does not divide the 16 attention heads"),
     (QWEN3, {EP: 2}, f"{EP}=2, but qwen3 has no experts"),
     (DEEPSEEK_V3, {TP: 2}, "deepseek_v3 has experts or latent.*add --sequence-parallel"),
@@ -145,25 +145,22 @@ VP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
     (QWEN3, {PP: 2, VP: 4}, rf"{VP}=4 does not divide the layers of a stage, \[14\] of qwen3"),
     (DEEPSEEK_V3, {"moe_grouped_gemm": True}, "moe_grouped_gemm needs Transformer Engine on a GPU"),
     (QWEN3, {"transformer_impl": "transformer_engine"}, "transformer_impl=transformer_engine needs .* and a GPU"),
-])  # fmt: skip
-def test_layouts_that_a_model_cannot_be_divided_by_are_refused(
-    config: dict[str, Any], options: dict[str, Any], words: str
-) -> None:
-    spec = TrainSpec(
-        train=TrainConfig(train_device="cpu"), algorithm=AlgorithmConfig(), megatron=MegatronConfig(**options)
-    )
-    from models.train.megatron.build import check_layout  # it loads Megatron-core, two seconds of each worker
-
-    with pytest.raises(TrainConfigInvalid, match=words):
-        check_layout(architecture_of(config), spec)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wanted", "found"), [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
-def test_the_precision_is_that_of_the_run(wanted: Any, found: str) -> None:
-    spec = TrainSpec(train=TrainConfig(train_device="cpu", train_dtype=wanted), algorithm=AlgorithmConfig())
-    from models.train.megatron.build import model_dtype
+def test_layouts_that_a_model_cannot_be_divided_by_are_refused_and_the_precision_is_that_of_the_run() -> None:
+    """One test, for it loads Megatron-core: two seconds of a worker."""
+    from models.train.megatron.build import check_layout, model_dtype
 
-    assert model_dtype(spec) == getattr(torch, found)
+    def spec(dtype: Any = "auto", **options: Any) -> TrainSpec:
+        train = TrainConfig(train_device="cpu", train_dtype=dtype)
+        return TrainSpec(train=train, algorithm=AlgorithmConfig(), megatron=MegatronConfig(**options))
+
+    for config, options, words in LAYOUTS:
+        with pytest.raises(TrainConfigInvalid, match=words):
+            check_layout(architecture_of(config), spec(**options))
+    for wanted, found in (("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert model_dtype(spec(wanted)) == found
 
 
 # The mapping itself, without Megatron: divisions and joins, names, what is read of a checkpoint by parts.
