@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -29,70 +30,11 @@ from tests.configs.config_rig import BASE, faults_of, settled
 # Every option of slime's 38 launch scripts, with a value that one of them gives.
 OPTIONS = (Path(__file__).parent / "slime_options.txt").read_text().splitlines()
 
-MODEL_FILE = """
-LAYERS="${MODEL_LAYERS:-36}"
-for ((i=0; i<LAYERS; i++)); do
-  kinds+=(1)   # what only a shell works out
-done
-printf -v KINDS "[%s]" "${kinds[*]}"
-MODEL_ARGS=(
-   --swiglu
-   --num-layers $LAYERS
-   --hidden-size 2560
-   --normalization "RMSNorm"
-   --rotary-base "${MODEL_BASE:-1000000}"
-   --moe-layer-freq "$KINDS"
-)
-"""
-
-SCRIPT = r"""#!/bin/bash
-pkill -9 python  # must not be run
-set -ex
-SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
-MODEL_BASE=5000000 source "${SCRIPT_DIR}/models/mine.sh"
-if [ -z "$NUM_GPUS" ]; then
-    NUM_GPUS=8
-fi
-CKPT_ARGS=(
-   --hf-checkpoint /models/Qwen3-4B   # the policy
-   #--hf-checkpoint /models/another
-   --ref-load /models/Qwen3-4B_torch_dist
-   --load /runs/mine/
-   --save /runs/mine/
-)
-NAMES='a "quoted" name'
-ROLLOUT_ARGS=( --prompt-data ${DATA_DIR}/train.jsonl --rollout-stop "$NAMES" )
-ROLLOUT_ARGS+=(--rollout-batch-size $((4 * 8)) --rm-type math --num-rollout 10)
-EVAL_ARGS=(
-   --eval-prompt-data aime /data/aime.jsonl
-   --eval-interval 5
-)
-cat > /tmp/never-written.json <<EOF
-{"it's": "a here-document with (brackets"}
-EOF
-ray job submit --address="http://127.0.0.1:8265" \
-   --runtime-env-json="$(cat <<END
-{"env": "${HOME}"}
-END
-)" \
-   -- python3 train.py \
-   --actor-num-gpus-per-node ${NUM_GPUS} \
-   --update-weight-buffer-size $(( 512 * 1024 * 1024)) \
-   ${MODEL_ARGS[@]} \
-   ${CKPT_ARGS[@]} "${ROLLOUT_ARGS[@]}" \
-   ${WANDB_ARGS[@]} ${EVAL_ARGS[@]} \
-   --sglang-cuda-graph-bs 1 $(seq 2 2 6) 2>&1 | tee run.log
-echo done
-"""
-
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "mine.sh").write_text(MODEL_FILE)
-    path = tmp_path / "run.sh"
-    path.write_text(SCRIPT)
-    return path
+    """With all that a shell has to work out. Its first commands must not be run."""
+    return shutil.copytree(Path(__file__).parent / "slime_script", tmp_path / "script") / "run.sh"
 
 
 # ---------------------------------------------------------------------- options
@@ -423,7 +365,7 @@ def test_slimes_defaults_are_added_where_the_script_says_nothing(
 def test_a_script_becomes_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=re.escape("'${DATA_DIR}/train.jsonl' holds a variable of the shell")):
         convert([str(script), "--toml"])
-    script.write_text(SCRIPT.replace("${DATA_DIR}", "/data"))
+    script.write_text(script.read_text().replace("${DATA_DIR}", "/data"))
     capsys.readouterr()
     assert launch.main(["convert", str(script), "--toml"]) == 0
     tables = tomllib.loads(capsys.readouterr().out)
