@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import launch
@@ -81,6 +81,7 @@ def test_toml_and_json_round_trip(tmp_path_factory: pytest.TempPathFactory, conf
 
 
 @settings(max_examples=25)
+@example(text='\x7f\\"\n\x00')
 @given(text=st.text(st.characters(codec="utf-8"), max_size=30))
 def test_any_text_survives_toml(text: str) -> None:
     config = build({"tools.tool_call_open": text, "data.apply_chat_template_kwargs": {text: text}})
