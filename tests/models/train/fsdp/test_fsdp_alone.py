@@ -235,15 +235,20 @@ def edit(path: Path, **fields: Any) -> None:
     path.write_bytes(msgspec.json.encode(json.loads(path.read_text()) | fields))
 
 
-WAYS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
-    "no_state_file": (lambda d: (d / STATE).unlink(), {}, "holds no complete state of sharded training"),
-    "another_format": (lambda d: edit(d / STATE, format_version=9), {}, "format version 9, this program reads 1"),
-    "no_shards": (lambda d: next((d / SHARDS).iterdir()).unlink(), {}, "lacks .*safetensors as it was written"),
-    "cut_short": (lambda d: shorten(next((d / SHARDS).iterdir())), {}, "lacks .*safetensors as it was written"),
-    "damaged": (lambda d: damage(next((d / SHARDS).iterdir())), {}, "holds no complete state of sharded training"),
-    "no_critic": (lambda d: None, PPO, "holds no critic, which this run needs"),
-    "other_parts": (lambda d: None, LORA, "the policy in .* has other names or shapes"),
+# What is done to a state, and the words with which it is refused.
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no state file": (lambda d: (d / STATE).unlink(), "holds no complete state of sharded training"),
+    "another format": (lambda d: edit(d / STATE, format_version=9), "format version 9, this program reads 1"),
+    "no shards": (lambda d: next((d / SHARDS).iterdir()).unlink(), "lacks .*safetensors as it was written"),
+    "cut short": (lambda d: shorten(next((d / SHARDS).iterdir())), "lacks .*safetensors as it was written"),
+    "damaged": (lambda d: damage(next((d / SHARDS).iterdir())), "holds no complete state of sharded training"),
 }
+# Options of a run, and what it refuses.
+UNREADABLE: list[tuple[dict[str, Any], dict[str, tuple[Callable[[Path], object], str]]]] = [
+    ({}, SPOILT),
+    (PPO, {"no critic": (str, "holds no critic, which this run needs")}),
+    (LORA, {"other parts": (str, "the policy in .* has other names or shapes")}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -255,19 +260,19 @@ def saved(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_an_unreadable_state_changes_nothing(make: Make, saved: Path, tmp_path: Path, way: str) -> None:
-    spoil, fields, words = WAYS[way]
-    directory = tmp_path / "state"
-    shutil.copytree(saved, directory)
-    spoil(directory)
+@pytest.mark.parametrize(("fields", "ways"), UNREADABLE, ids=["spoilt", "critic", "lora"])
+def test_an_unreadable_state_changes_nothing(
+    make: Make, saved: Path, tmp_path: Path, fields: dict[str, Any], ways: dict[str, Any]
+) -> None:
     trainer = make(**GRPO | fields)
     train(trainer, range(1))
     before = state_of(trainer)
-    with pytest.raises(TrainStateUnreadable, match=words):
-        trainer.load(directory)
-    assert differing(state_of(trainer), before) == []
-    assert trainer._counters.steps == 1
+    for way, (spoil, words) in ways.items():
+        spoil(shutil.copytree(saved, tmp_path / way))
+        with pytest.raises(TrainStateUnreadable, match=words):
+            trainer.load(tmp_path / way)
+        assert differing(state_of(trainer), before) == [], way
+        assert trainer._counters.steps == 1
 
 
 def test_a_flipped_byte_in_any_file_is_noticed(saved: Path, tmp_path: Path) -> None:
