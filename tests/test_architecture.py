@@ -99,47 +99,58 @@ def check_words(path: Path, text: str) -> None:
         assert not re.search(pattern, text, re.MULTILINE), f"{path} contains {pattern}"
 
 
-@pytest.mark.parametrize(
-    ("command", "absent"),
-    [
-        ("import launch; launch.main(['--help'])", ("torch", "zmq", "ray", "numpy", "rich")),
+# Imported one behind the other in one process; behind each, these must be absent.
+LIGHT = {
+    "command line": [
+        ("import launch, pipeline.supervise.auto_resume", "torch zmq ray numpy asyncio pipeline.run"),
+        ("launch.main(['--help'])", "torch zmq ray numpy rich"),
+    ],
+    "transport and stages": [
+        ("import transport", "torch stages models"),
+        ("import stages.group.stage, stages.reward.stage, stages.train.batch", "aiohttp"),
+    ],
+    "processes": [
+        (
+            "import models.engines.client, models.engines.protocol, models.errors, models.engines.noise",
+            "torch transformers safetensors tokenizers zmq",
+        ),
         (
             "import stages.generate.stage, stages.reward.stage, stages.group.stage, stages.agents.stage; "
             "import stages.evaluate",
-            ("torch", "zmq", "transformers"),
+            "torch zmq transformers",
         ),
         (
-            "import models.engines.client, models.engines.protocol, models.errors, models.engines.noise",
-            ("torch", "transformers", "safetensors", "tokenizers", "zmq"),
+            "import pipeline.record.metrics, pipeline.facts.trace, pipeline.observe.summary, pipeline.record.view; "
+            "import pipeline.observe.table, pipeline.observe.plot",
+            "torch tensorboard matplotlib tensorflow zmq",
         ),
+        ("import pipeline.hosts.worker", "torch transformers"),
+        (
+            "from pipeline.record.metrics import *; import tempfile; "
+            "Metrics(Path(tempfile.mkdtemp()), tensorboard=True).close()",
+            "torch tensorflow",
+        ),
+        ("import stages.train.stage, stages.train.weights, models.train.build", "torch"),
         (
             "import models.algorithms.aggregation, models.weights.layout, models.weights.shared_memory_reader; "
             "import models.engines.serve, models.engines.simulated.engine, models.tiny, pathlib, tempfile; "
             "from models.algorithms.advantages import advantages; advantages('grpo', [1, 0], [0, 1]); "
             "models.tiny.make_tiny_checkpoint(pathlib.Path(tempfile.mkdtemp()))",
-            ("torch",),
+            "torch",
         ),
-        ("import transport", ("torch", "stages", "models")),
-        ("import pipeline.hosts.worker", ("torch", "transformers")),
-        (
-            "import pipeline.record.metrics, pipeline.facts.trace, pipeline.observe.summary, pipeline.record.view; "
-            "import pipeline.observe.table, pipeline.observe.plot",
-            ("torch", "tensorboard", "matplotlib", "tensorflow", "zmq"),
-        ),
-        (
-            "from pipeline.record.metrics import *; import tempfile; "
-            "Metrics(Path(tempfile.mkdtemp()), tensorboard=True).close()",
-            ("torch", "tensorflow"),
-        ),
-        ("import stages.train.stage, stages.train.weights, models.train.build", ("torch",)),
-        ("import stages.group.stage, stages.reward.stage, stages.train.batch", ("aiohttp",)),
-        ("import launch, pipeline.supervise.auto_resume", ("torch", "zmq", "ray", "numpy", "asyncio", "pipeline.run")),
     ],
-)
-def test_light_processes_stay_light(command: str, absent: tuple[str, ...]) -> None:
-    check = f"bad = [m for m in {absent!r} if m in sys.modules]; sys.exit(f'loaded: {{bad}}' if bad else 0)"
-    script = f"import sys; {command}; {check}"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+}
+
+
+@pytest.mark.parametrize("process", LIGHT)
+def test_light_processes_stay_light(process: str) -> None:
+    lines = ["import sys"]
+    for command, absent in LIGHT[process]:
+        lines += [command, f"bad = [m for m in {absent.split()!r} if m in sys.modules]"]
+        lines.append(f"if bad: sys.exit(f'{{bad}} loaded by ' + {command!r})")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

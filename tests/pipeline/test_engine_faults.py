@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -44,6 +43,7 @@ from pipeline.record.journal import Ended, audit, read_journal
 from stages.sampling import routes
 from stages.train.saved_groups import read_file
 from tests.hostile_engine import LIES, MARK, NOISE, Liar, SpoiltEngine, serving
+from tests.other_programs import free_port
 from tests.sglang_server import needs_sglang
 from tests.stages.stage_rig import until
 
@@ -139,9 +139,7 @@ class Outside:
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory, self.name = directory, name
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 

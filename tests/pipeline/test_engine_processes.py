@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_servers import PATIENCE_S, Told, configured, gone, outside, scheduler
+from fake_servers import PATIENCE_S, Told, configured, eventually, gone, outside, scheduler
 from launching import SIMULATED_TRAINER, SMALL, files_with, here, made_model, succeed_here
 
 from configs.schema import Config
@@ -33,7 +33,6 @@ from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restarts import Restarts, ServerSupervisor, StartCommand, SupervisedServer
 from tests.hostile_engine import SpoiltEngine, serving
-from tests.stages.stage_rig import until
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +171,7 @@ async def test_what_ends_the_run(
             while len(killed) <= kills:
                 if mode == "serve":
                     await kept.told.until("up", len(killed))
-                await until(lambda: (rundir.specs / "engine-0.pid").exists() and kept.pid not in killed)
+                await eventually(lambda: (rundir.specs / "engine-0.pid").exists() and kept.pid not in killed)
                 killed.append(kept.pid)
                 os.kill(kept.pid, signal.SIGKILL)
             await asyncio.sleep(PATIENCE_S)

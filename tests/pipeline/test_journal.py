@@ -452,29 +452,29 @@ def test_the_log_of_a_run_goes_on_over_starts_and_keeps_warnings_and_the_end(
     assert (tmp_path / "run.log").read_text().endswith("line 99\n")
 
 
-@pytest.mark.parametrize(
-    ("level", "kept", "shown"),
-    [
-        ("debug", ["step", "fine", "notes", "careful"], ["careful"]),
-        ("info", ["step", "careful"], ["careful"]),
-        ("warning", ["step", "careful"], ["careful"]),
-        ("error", ["step"], []),
-    ],
-)
-def test_the_level_decides_what_loggers_add_and_never_what_the_run_says(
-    tmp_path: Path, level: str, kept: list[str], shown: list[str]
-) -> None:
+LEVELS = {
+    "debug": (["step", "fine", "notes", "careful"], ["careful"]),
+    "info": (["step", "careful"], ["careful"]),
+    "warning": (["step", "careful"], ["careful"]),
+    "error": (["step"], []),
+}
+
+
+def test_the_level_decides_what_loggers_add_and_never_what_the_run_says(tmp_path: Path) -> None:
     """In a process of its own: pytest has handlers."""
     program = (
         "import logging, sys\nfrom pathlib import Path\nfrom pipeline.facts.run_log import run_log, log_line\n"
         "log = logging.getLogger('some.library')\n"
-        "with run_log(Path(sys.argv[1]), level=sys.argv[2]):\n"
-        "    log_line('step'); log.debug('fine'); log.info('notes'); log.warning('careful')\n"
+        "for level in sys.argv[2:]:\n    place = Path(sys.argv[1], level)\n    place.mkdir()\n"
+        "    print(level, file=sys.stderr)\n    with run_log(place, level=level):\n"
+        "        log_line('step'); log.debug('fine'); log.info('notes'); log.warning('careful')\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path), level]
+    command = [sys.executable, "-c", program, str(tmp_path), *LEVELS]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
-    assert [line.split(": ")[1] for line in (tmp_path / "run.log").read_text().splitlines()] == kept
-    assert done.stderr.split() == shown
+    for level, (kept, _) in LEVELS.items():
+        lines = (tmp_path / level / "run.log").read_text().splitlines()
+        assert [line.split(": ")[1] for line in lines] == kept, level
+    assert done.stderr.split() == [word for level, (_, shown) in LEVELS.items() for word in (level, *shown)]
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "/proc/none/run.log"])

@@ -224,8 +224,10 @@ for word in what.split():
 """
 PARENT = """
 import pathlib, sys
+from pipeline.supervise import auto_resume
 from pipeline.supervise.auto_resume import AutoResume
 
+auto_resume.backoff_s = lambda restarts: 0.01
 home = pathlib.Path(sys.argv[1])
 again = ["--resume", str(home / "run")]
 sys.exit(AutoResume(str(home / "program.py"), ["--first"], again, home / "run", int(sys.argv[2]), keeps=True).run())
@@ -268,10 +270,7 @@ def members(group: int) -> list[str]:
 
 
 def until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(None, there, "what the test waits for", 120, 0.01)
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from pipeline.supervise.servers import Servers
 from stages.topic_values import LEAVE, addresses, carrying
 from stages.train.saved_groups import load_batch
 from tests.chaos.oracle import Expected, judge
-from tests.pipeline.observe.test_prometheus import checked, free_port
+from tests.other_programs import free_port
+from tests.pipeline.observe.test_prometheus import checked
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -46,13 +45,6 @@ def parent(pid: int) -> int:
 def launcher(run: Scripted) -> RayLauncher:
     assert isinstance(run.runner.launcher, RayLauncher)
     return run.runner.launcher
-
-
-def until(met: Callable[[], bool], what: str, limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while not met():
-        assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.mark.full
@@ -108,7 +100,7 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     assert all(map(alive, family))
     process.kill()
     process.communicate()
-    until(lambda: not any(map(alive, family)), "the end of all processes")
+    wait_until(None, lambda: not any(map(alive, family)), "the end of all processes")
 
 
 @contextlib.contextmanager
@@ -220,11 +212,7 @@ def started(stack: contextlib.ExitStack, command: tuple[str, ...], log: Path) ->
 
 
 def until_up(process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while b"Ray runtime started" not in log.read_bytes():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    wait_until(process, lambda: b"Ray runtime started" in log.read_bytes(), f"Ray is up, see {log}")
 
 
 @pytest.mark.full

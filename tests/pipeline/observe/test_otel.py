@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +19,8 @@ from configs.schema.run import ObserveConfig
 from pipeline.facts import otel
 from pipeline.facts.otel import span_writer
 from pipeline.facts.trace import read_records
-from tests.pipeline.launching import NO_DATA, SIMULATED, succeed
+from tests.other_programs import served_app
+from tests.pipeline.launching import SIMULATED, SMALL, made_model, succeed
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install '.[otel]'")
 
@@ -52,16 +52,8 @@ class Collector:
 async def collecting() -> AsyncIterator[Collector]:
     collector, app = Collector(), web.Application()
     app.router.add_post("/v1/traces", collector.take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        collector.url = f"http://{host}:{port}"
+    async with served_app(app) as collector.url:
         yield collector
-    finally:
-        await runner.cleanup()
 
 
 def attributes(span: Any) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def attributes(span: Any) -> dict[str, Any]:
 @pytest.mark.slow
 async def test_a_collector_gets_every_span_of_a_run_in_one_trace_for_each_group(tmp_path: Path) -> None:
     async with collecting() as collector:
-        flags = [*NO_DATA, "--prompt-data", "arithmetic", *SIMULATED, "--otel-endpoint", collector.url]
+        flags = [*SMALL, *made_model(), *SIMULATED, "--otel-endpoint", collector.url]
         done = await asyncio.to_thread(succeed, tmp_path / "run", *flags)
     groups, names = done.summary["groups"]["admitted"], collector.names
     assert (names["batch"], names["rollout"]) == (4, groups)
@@ -94,11 +86,9 @@ async def test_a_collector_gets_every_span_of_a_run_in_one_trace_for_each_group(
 
 
 @pytest.mark.slow
-def test_a_collector_that_is_away_costs_a_run_nothing(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{free.getsockname()[1]}"
-        done = succeed(tmp_path / "run", *NO_DATA, "--prompt-data", "arithmetic", *SIMULATED, "--otel-endpoint", away)
+def test_a_collector_that_is_away_costs_a_run_nothing(tmp_path: Path, port: int) -> None:
+    away = f"http://127.0.0.1:{port}"
+    done = succeed(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, "--otel-endpoint", away)
     assert done.summary["steps"] == 4
     assert (tmp_path / "run" / "trace.json").exists()
     assert (tmp_path / "run" / "run.log").read_text().count("Connection refused") == 1, "one line of the library"

@@ -32,6 +32,7 @@ from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
 from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
 from stages.messages import EVAL_BASE
 from stages.topic_values import EngineAddress
+from tests.other_programs import free_port
 from tests.pipeline.observe.test_displays import T0, made_up_run
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
@@ -125,11 +126,6 @@ def test_what_is_written_is_read_back(labels: dict[str, str], value: float) -> N
 @given(st.text())
 def test_no_answer_of_an_engine_breaks_the_text(answer: str) -> None:
     checked(write([*families(facts()), *read(answer, {"engine": "e"})]))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from aiohttp import web
 from chromium import CHROMIUM, Page, opened
 
 import pipeline
+from tests.other_programs import served_app
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,19 +68,14 @@ class Server:
 
 @asynccontextmanager
 async def shown(
-    port: int, address: str = "#token=look", embedded: dict[str, Any] | None = None
+    address: str = "#token=look", embedded: dict[str, Any] | None = None
 ) -> AsyncIterator[tuple[Page, Server]]:
     server, app = Server(embedded), web.Application()
     app.add_routes([web.route("*", "/api/{name}", server.document), web.get("/{path:.*}", server.file)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        async with opened(f"http://127.0.0.1:{port}/{address}") as page:
-            await page.until("['running', 'completed'].includes(document.querySelector('#state')?.textContent)")
-            yield page, server
-    finally:
-        await runner.cleanup()
+    async with served_app(app) as url, opened(f"{url}/{address}") as page:
+        await page.until("['running', 'completed'].includes(document.querySelector('#state')?.textContent)")
+        yield page, server
+        assert [one for one in page.requests if not one.startswith((f"{url}/", "data:"))] == []
 
 
 async def go(page: Page, view: str) -> None:
@@ -87,8 +83,8 @@ async def go(page: Page, view: str) -> None:
     await page.until(READY[view])
 
 
-async def test_keys_alone_reach_every_view_and_all_that_can_be_used_has_a_name(port: int) -> None:
-    async with shown(port) as (page, server):
+async def test_keys_alone_reach_every_view_which_fits_any_window_and_names_what_can_be_used() -> None:
+    async with shown() as (page, server):
         assert await page.value("location.hash") == "#run"
         await page.until("!document.querySelector('#tab-steer').hidden")
         await page.value("document.querySelector('#tab-run').focus()")
@@ -99,24 +95,13 @@ async def test_keys_alone_reach_every_view_and_all_that_can_be_used_has_a_name(p
             used = await page.usable()
             assert len(used) > len(VIEWS)
             assert "" not in used
-            await page.press("ArrowRight", 39)
-        await page.until("document.activeElement.id === 'tab-run'")
-        assert page.errors == []
-        assert {name for name, _ in server.asked} == {"run", "lanes", "metrics", "rollouts", "logs"}
-        assert {token for _, token in server.asked} == {"Bearer look"}
-        assert [one for one in page.requests if not one.startswith((f"http://127.0.0.1:{port}/", "data:"))] == []
-
-
-async def test_no_view_is_wider_than_the_window_in_light_and_dark(port: int) -> None:
-    papers = set()
-    async with shown(port) as (page, _):
-        await page.until("!document.querySelector('#tab-steer').hidden")
-        for view in VIEWS:
-            await go(page, view)
             for width in (360, 1280, 2560):
                 await page.size(width)
                 over = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
                 assert await page.value(over) == 0, (view, width)
+            await page.press("ArrowRight", 39)
+        await page.until("document.activeElement.id === 'tab-run'")
+        papers = set()
         for scheme in ("light", "dark"):
             await page.colours(scheme)
             papers.add(await page.value("getComputedStyle(document.body).backgroundColor"))
@@ -126,10 +111,12 @@ async def test_no_view_is_wider_than_the_window_in_light_and_dark(port: int) -> 
         assert await page.value("getComputedStyle(document.body).backgroundColor") in papers
         assert await page.value("getComputedStyle(document.documentElement).colorScheme") == "dark"
         assert page.errors == []
+        assert {name for name, _ in server.asked} == {"run", "lanes", "metrics", "rollouts", "logs"}
+        assert {token for _, token in server.asked} == {"Bearer look"}
 
 
-async def test_hostile_text_is_shown_as_text_and_does_nothing(port: int) -> None:
-    async with shown(port, "#token=look") as (page, _):
+async def test_hostile_text_is_shown_as_text_and_tokens_have_the_colours_of_their_versions() -> None:
+    async with shown() as (page, _):
         await go(page, "logs")
         await page.value("location.hash = '#rollouts?key=k0'")
         await page.until("document.querySelectorAll('.tokens span').length === 40")
@@ -140,13 +127,6 @@ async def test_hostile_text_is_shown_as_text_and_does_nothing(port: int) -> None
         assert [one for one in text if one in "\x00\x1b\u202e\u2069"] == []
         assert await page.value("typeof window.hacked") == "undefined"
         assert await page.value("document.querySelectorAll('main img, main script').length") == 0
-        assert page.errors == []
-
-
-async def test_colours_of_tokens_are_the_recorded_runs_of_versions(port: int) -> None:
-    async with shown(port) as (page, _):
-        await page.value("location.hash = '#rollouts?key=k0'")
-        await page.until("document.querySelectorAll('.tokens span').length === 40")
         spans = "[...document.querySelectorAll('.tokens span')]"
         colours = await page.value(f"{spans}.map((one) => getComputedStyle(one).backgroundColor)")
         runs = [colour for i, colour in enumerate(colours) if i == 0 or colours[i - 1] != colour]
@@ -161,10 +141,11 @@ async def test_colours_of_tokens_are_the_recorded_runs_of_versions(port: int) ->
         told = await page.value("document.querySelector('.detail .facts-line').textContent")
         assert told.startswith("“ t24” (id 130): version 42, published ")
         assert told.endswith("trained, log-prob -0.5, of the trainer -0.5, ratio 1, advantage 0.7")
+        assert page.errors == []
 
 
-async def test_a_bar_of_a_lane_tells_its_facts_and_leads_to_the_rollouts_of_its_group(port: int) -> None:
-    async with shown(port) as (page, _):
+async def test_a_bar_of_a_lane_tells_its_facts_and_leads_to_the_rollouts_of_its_group() -> None:
+    async with shown() as (page, _):
         await go(page, "lanes")
         await page.value("document.querySelector('#view-lanes canvas').focus()")
         for key in ("n", "n", "+", "ArrowLeft", "-", "p"):
@@ -179,12 +160,12 @@ async def test_a_bar_of_a_lane_tells_its_facts_and_leads_to_the_rollouts_of_its_
         assert page.errors == []
 
 
-async def test_a_long_text_and_a_long_list_of_tokens_are_cut(port: int) -> None:
+async def test_a_long_text_and_a_long_list_of_tokens_are_cut() -> None:
     long = made.rollout(2)
     long["row"]["turns"][0]["text"] = "e" * 10_000_000
     long["tokens"] = long["tokens"] * 200
     documents = {"run": made.run_document(), "rollouts": made.rollouts(), "rollout": {"k2": long}}
-    async with shown(port, "#rollouts?key=k2", documents) as (page, server):
+    async with shown("#rollouts?key=k2", documents) as (page, server):
         await page.until("document.querySelectorAll('.tokens span').length > 0")
         assert await page.value("document.querySelectorAll('.tokens span').length") == 4000
         assert await page.value("document.querySelector('.turn pre').textContent.length") == 20_000
@@ -193,7 +174,7 @@ async def test_a_long_text_and_a_long_list_of_tokens_are_cut(port: int) -> None:
         assert server.asked == []
 
 
-async def test_a_report_shows_its_own_documents_and_asks_nobody(port: int) -> None:
+async def test_a_report_shows_its_own_documents_and_asks_nobody() -> None:
     documents = {
         "run": made.run_document(live=False, state="completed"),
         "metrics": made.metrics(),
@@ -202,7 +183,7 @@ async def test_a_report_shows_its_own_documents_and_asks_nobody(port: int) -> No
         "rollout": {"k0": made.rollout(0)},
         "logs": made.logs(),
     }
-    async with shown(port, "", documents) as (page, server):
+    async with shown("", documents) as (page, server):
         for view in VIEWS[:-1]:
             await go(page, view)
         await page.value("location.hash = '#rollouts?outcome=stale&reward=%3E0.5'")
@@ -212,8 +193,8 @@ async def test_a_report_shows_its_own_documents_and_asks_nobody(port: int) -> No
         assert page.errors == []
 
 
-async def test_a_change_of_the_run_is_made_once_it_is_confirmed(port: int) -> None:
-    async with shown(port) as (page, server):
+async def test_a_change_of_the_run_is_made_once_it_is_confirmed() -> None:
+    async with shown() as (page, server):
         await page.until("!document.querySelector('#tab-steer').hidden")
         await go(page, "steer")
         advised = "document.querySelector('#view-steer .primary')"
