@@ -133,10 +133,11 @@ class Scene:
     pending_s: float = 0.0
     lacking: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
+    tools: tuple[str, ...] = ()
     quiet_s: float = 60.0
 
     async def sentence(self) -> str:
-        config = make_config(parallel={"actor_num_gpus_per_node": self.ranks})
+        config = make_config(parallel={"actor_num_gpus_per_node": self.ranks}, tools={"tools": self.tools})
         graph = build(config)
         place = SimpleNamespace(graph=graph, config=config, engines=[SimpleNamespace(name="engine-0")])
         ledger, gate = SimpleNamespace(open=1), SimpleNamespace(batch=2)
@@ -183,6 +184,7 @@ NODE = "no node of the cluster has 1 GPU free"
         (Scene(held={"group": ("7/0/1", "")}), "train waits for groups, it has 0 of 2; 1 groups are under way"),
         (Scene(held={"generate": ("7/0/1", "generate-0")}), "generate-0 has had group 7 for 70 s (--request-timeout"),
         (Scene(held={"reward": ("7/0/1", "reward-0")}), "reward-0 has had group 7 for 70 s (--reward-deadline-s"),
+        (Scene(held={"agents": ("7/0/1", "agents-0")}, tools=("calculator",)), "7 for 70 s (--tool-deadline-s 10)"),
         (Scene(held={"generate": ("7", "generate-0")}, chained=["reward"]), "reward-0 has had group 7 for 66 s (--rew"),
         (Scene(held={"generate": ("7", "generate-0")}, chained=["group", "reward"]), "are under way (1 in group)"),
         (Scene(held={"reward": ("7/0/1", "reward-0")}, quiet_s=900), "reward-0 has had group 7 for 70 s"),
@@ -348,29 +350,6 @@ def test_weights_that_an_engine_does_not_take_are_reported_while_it_is_tried(tmp
         done = here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED_TRAINER, *flags, *external(stubborn))
     failed(done, "for no prompt may enter: the engines carry version 0", "failed: engine" if refuses else "")
     assert f"engine-0 has version 0 and {'lacks' if refuses else 'takes'} version " in done.err
-
-
-TOOL = """
-import time
-
-async def ponder(question: str) -> str:
-    "Thinks about it."
-    time.sleep(3600)
-"""
-
-
-@pytest.mark.slow
-def test_a_tool_that_blocks_is_reported_and_ends_by_its_deadline(tmp_path: Path) -> None:
-    (tmp_path / "my_tools.py").write_text(TOOL)
-    flags = [
-        "--tools", "my_tools:ponder", "--tool-deadline-s", "2", "--tool-call-open", "2", "--tool-call-close", "2",
-        "--num-rollout", "1", "--max-turns", "3", "--rollout-max-response-len", "120",
-        "engine.simulated.length_mean=60",
-    ]  # fmt: skip
-    done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, *QUICK, *flags, cwd=tmp_path)
-    lines = [line for line in told(done) if "agents-0 has had group" in line]
-    assert lines
-    assert "(--tool-deadline-s 2)" in lines[0]
 
 
 @given(
