@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from configs.plan import plan
 from models.tiny import TinyRecipe, make_tiny_checkpoint
+from pipeline.hosts.machine import collect_less
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -26,10 +27,13 @@ settings.register_profile("thorough", UNTIMED, max_examples=400)
 settings.load_profile("untimed")
 
 
+gc.disable()  # until all tests are imported: to look for garbage takes a quarter of that time, and there is none
+
+
 def pytest_collection_finish() -> None:
     """Half a million objects of torch, transformers and the collected tests stay: no collection has to look at them."""
-    gc.collect()
-    gc.freeze()
+    collect_less()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
