@@ -42,10 +42,11 @@ SMALL = [*NO_DATA, "--prompt-data", "arithmetic"]
 # Trainer and engines that take time instead of computing: for what is about processes and books, not about models.
 # Their processes load no torch, so that a run starts in a fraction of the time.
 SIMULATED_TRAINER = ["--train-backend", "simulated", "--simulated-step-s", "0.05"]
-SIMULATED = [
+SIMULATED_ENGINE = [
     "--engine", "simulated", "engine.simulated.vocab_size=32", "engine.simulated.length_mean=6",
-    "engine.simulated.update_s=0.01", *SIMULATED_TRAINER,
+    "engine.simulated.update_s=0.01",
 ]  # fmt: skip
+SIMULATED = [*SIMULATED_ENGINE, *SIMULATED_TRAINER]
 
 
 @functools.cache

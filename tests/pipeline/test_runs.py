@@ -16,6 +16,7 @@ from launching import (
     NO_DATA,
     ROOT,
     SIMULATED,
+    SIMULATED_ENGINE,
     SMALL,
     Finished,
     finish,
@@ -47,7 +48,7 @@ def own_log_probs(model: Path, sample: Sample) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize(("level", "lines"), [("debug", {"DEBUG", "INFO"}), ("error", set())])
 def test_all_processes_log_from_the_level_of_the_run_on(tmp_path: Path, level: str, lines: set[str]) -> None:
-    succeed(tmp_path / "run", *SMALL, *SIMULATED, "--log-level", level)
+    succeed(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, "--log-level", level)
     found: dict[str, set[str]] = {}
     for path in (tmp_path / "run" / "logs").iterdir():
         text = re.sub(r"^.* INFO root: \S+ starts: .*$", "", path.read_text(), flags=re.MULTILINE)
@@ -62,7 +63,8 @@ def test_all_processes_log_from_the_level_of_the_run_on(tmp_path: Path, level: s
 def test_each_rank_of_a_trainer_group_leaves_its_profile(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     window = ["--use-pytorch-profiler", "--profile-step-start", "1", "--profile-step-end", "2"]
-    succeed(run_dir, *SMALL, *window, "--num-rollout", "2", "--actor-num-gpus-per-node", "2")
+    flags = [*SMALL, *made_model(), *SIMULATED_ENGINE, *window, "--num-rollout", "2", "--actor-num-gpus-per-node", "2"]
+    succeed(run_dir, *flags)
     for rank in (0, 1):
         trace = json.loads(gzip.decompress((run_dir / "profile" / f"rank-{rank}.json.gz").read_bytes()))
         assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])

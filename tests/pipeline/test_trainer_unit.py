@@ -19,7 +19,7 @@ from pipeline.errors import ReplicaFailed, UsageError, exit_code
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
-from pipeline.hosts.machine import check_trainer_group, engines_gpus, trainer_group_gpus
+from pipeline.hosts.machine import engines_gpus, trainer_group_gpus
 from pipeline.hosts.rendezvous import CONFIG, Entry
 from pipeline.hosts.worker import ReplicaSpec
 from pipeline.supervise import trainer_unit as trainer_unit
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.slow
 EIGHT = tuple("01234567")
 
 
-def config_of(*, ranks: int = 2, nodes: int = 1, per_engine: int = 1, **train: Any) -> Config:
-    parallel = {"actor_num_gpus_per_node": ranks, "actor_num_nodes": nodes}
+def config_of(*, ranks: int = 2, per_engine: int = 1, **train: Any) -> Config:
+    parallel = {"actor_num_gpus_per_node": ranks}
     return make_config(train=train, parallel=parallel, sglang={"rollout_num_gpus_per_engine": per_engine})
 
 
@@ -83,12 +83,6 @@ def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--actor-num-gpus-per-node 4 needs .* 3 are visible"):
         trainer_group_gpus(config_of(ranks=4), EIGHT[:3])
-
-
-def test_several_nodes_are_refused_with_what_would_place_them() -> None:
-    with pytest.raises(UsageError, match=r"--actor-num-nodes 2 .* --runner local .* --runner ray"):
-        check_trainer_group(config_of(nodes=2))
-    check_trainer_group(config_of(nodes=1))
 
 
 # One script is stage and ranks: `life` is the incarnation, `name` the process. Ranks end when their stage does.

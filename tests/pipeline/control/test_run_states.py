@@ -211,6 +211,7 @@ class Client:
 def test_a_scripted_client_starts_watches_changes_drains_and_reads_the_end(tmp_path: Path) -> None:
     client = Client(tmp_path / "run")
     flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "100000", "--save-interval", "5"]
+    flags += ["--simulated-step-s", "0.2"]  # leaves the processor to the client
     flags += ["--run-dir", client.run_dir]
     code, found = client.ask("status", client.run_dir)
     assert (code, found["state"]) == (3, "no run")

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from launching import SIMULATED, SIMULATED_TRAINER, SMALL, importable, made_model, sevens, succeed_here
+from launching import SIMULATED_ENGINE, SMALL, importable, made_model, sevens, succeed_here
 
 import launch as program
 from models.checkpoint import Manifest, write_manifest
@@ -70,26 +70,12 @@ def test_a_model_is_evaluated_without_its_training(tmp_path: Path, capsys: pytes
     """A recipe that trains and warms up gives its settings alone. Nothing is trained and no checkpoint is written."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input": f"{n}+{n}=", "label": str(2 * n)}) + "\n" for n in range(5)))
-    flags = [
-        "--config",
-        "quickstart",
-        *SIMULATED[: -len(SIMULATED_TRAINER)],
-        "--eval-prompt-data",
-        f"rows={rows}",
-        "--runner",
-        "inprocess",
-    ]
+    flags = ["--config", "quickstart", *SIMULATED_ENGINE, "--eval-prompt-data", f"rows={rows}", "--runner", "inprocess"]
     flags += ["--prompt-data", str(tmp_path / "gone.jsonl")]
     place = tmp_path / "alone"
     out = evaluated(capsys, 0, made_model()[1], *flags, "--run-dir", str(place))
-    assert [line.split()[0] for line in out.splitlines() if line] == [
-        "set",
-        "rows",
-        "pass@1",
-        "pass@2",
-        "mean@2",
-        "maj@2",
-    ]
+    estimates = ["set", "rows", "pass@1", "pass@2", "mean@2", "maj@2"]
+    assert [line.split()[0] for line in out.splitlines() if line] == estimates
     assert not list((place / "checkpoints").iterdir())
     assert json.loads((place / "summary.json").read_text())["steps"] == 0
     assert 'train_backend = "simulated"' in (place / "config.toml").read_text(), "no trainer takes its memory"

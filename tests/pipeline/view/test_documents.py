@@ -278,11 +278,6 @@ def test_logs_are_merged_by_time_and_continue_at_the_cursor(made: RunDir, monkey
     assert [line["text"] for line in documents.logs()["lines"]] == ["c: three"]
 
 
-def test_a_place_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run; give the run directory"):
-        RunDocuments(tmp_path)
-
-
 # ------------------------------------------------------------------ a running run
 
 

@@ -28,7 +28,7 @@ from pipeline.view import server
 from pipeline.view.beside import viewed
 from pipeline.view.documents import RunDocuments
 from pipeline.view.server import serving
-from tests.pipeline.view.made_run import HOSTILE, made_run
+from tests.pipeline.view.made_run import made_run
 
 LOOK, STEER = "look-token", "steer-token"
 ROOT = Path(__file__).parents[3]
@@ -185,12 +185,6 @@ async def raw(run: RunDir, line: str) -> str:
     return text
 
 
-async def test_what_a_model_wrote_is_json_and_no_page(made: RunDir) -> None:
-    async with asking(made) as session, session.get("/api/rollouts", params={"text": "onerror"}) as answer:
-        assert answer.headers["Content-Type"] == "application/json"
-        assert (await answer.json())["rows"][0]["text"] == HOSTILE
-
-
 @pytest.mark.parametrize(
     "query",
     [
@@ -308,7 +302,7 @@ async def test_a_port_in_use_is_refused_with_a_cure(made: RunDir) -> None:
 
 def test_a_place_without_a_run_is_no_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["view", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "holds no run; give the run directory" in capsys.readouterr().err
 
 
 @pytest.mark.slow
