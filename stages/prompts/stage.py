@@ -88,7 +88,7 @@ class PromptStage(Stage):
         self.version = -1  # newest version that every live engine has applied
         self.steps = self.ledger.steps(gate.batch)
         self._restored = restored
-        self.evals_pending = 0
+        self.evals_pending = set[int]()  # versions
         self.trainer_up = False
         self.idle_groups = 0  # settled since a batch was last trained, without being trained
         self.reasons: Counter[str] = Counter()
@@ -224,7 +224,7 @@ class PromptStage(Stage):
                 case StepDone():
                     await self._step(report)
                 case EvalDone():
-                    self.evals_pending = max(0, self.evals_pending - 1)
+                    self.evals_pending.discard(report.version)
                     await self.hooks.evaluated(report)
                 case CheckpointReady():
                     if self.drawn is not None:
@@ -263,7 +263,8 @@ class PromptStage(Stage):
             )
             self.idle_groups = 0
             self.reasons.clear()
-        self.evals_pending += report.pinned
+        if report.pinned:
+            self.evals_pending.add(report.version)
         await self.hooks.step(report)
 
     def close_groups(self, reports: Sequence[Settled]) -> None:
@@ -297,9 +298,9 @@ class PromptStage(Stage):
     def _check_end(self) -> None:
         total = self.gate.total
         trained_out = total is not None and self.steps >= total
-        if trained_out and self.ledger.open and self.evals_pending == 0 and self.draining is None:
+        if trained_out and self.ledger.open and not self.evals_pending and self.draining is None:
             self.drain("all rollout batches are trained")
         if not self.trainer_up and self.draining is None:
             return
-        if self.ledger.open == 0 and (self.draining is not None or (trained_out and self.evals_pending == 0)):
+        if self.ledger.open == 0 and (self.draining is not None or (trained_out and not self.evals_pending)):
             self.completed.set()

@@ -26,7 +26,7 @@ HELD = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2"]
 
 def evaluated(run_dir: Path) -> dict[int, dict[str, float]]:
     """The rows of evaluations by version, without times."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/held" in row]
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/version" in row]
     assert not list(repeated(int(row["eval/version"]) for row in rows))
     timed = ("eval/time_s", "eval/lag_steps", "step", "wall_s")
     return {int(r["eval/version"]): {k: v for k, v in r.items() if k not in timed} for r in rows}
@@ -53,10 +53,10 @@ def test_a_dedicated_engine_alone_answers_and_its_rows_are_those_of_shared_engin
     assert {detail.split(",")[0] for detail in requests(tmp_path / "shared", evaluation=True)} == {"engine-0"}
 
 
-def slow_evaluation(run_dir: Path, *flags: str) -> subprocess.Popen[str]:
+def slow_evaluation(run_dir: Path, *flags: str, prompts: int = 40) -> subprocess.Popen[str]:
     """A run whose evaluations take longer than many of its steps."""
     return start(
-        run_dir, *SMALL, *made_model(), *SIMULATED, "--eval-prompt-data", "held=arithmetic@[0:40]",
+        run_dir, *SMALL, *made_model(), *SIMULATED, "--eval-prompt-data", f"held=arithmetic@[0:{prompts}]",
         "--eval-interval", "2", "--eval-max-in-flight", "1", "--num-rollout", "60", *flags,
     )  # fmt: skip
 
@@ -81,6 +81,21 @@ def test_a_killed_engine_of_an_evaluation_gets_its_version_again_while_training_
     done = finish(process, tmp_path / "run").check()
     check_slow(done)
     assert done.summary["restarts"] == {"eval-engine-0": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_an_evaluation_whose_weights_went_with_the_trainer_is_given_up_and_the_last_is_whole(tmp_path: Path) -> None:
+    process = slow_evaluation(tmp_path / "run", "--eval-engines", "1", "engine.simulated.a_ms=30", prompts=256)
+    wait_for_steps(process, tmp_path / "run", 3)
+    kill_and_await(process, tmp_path / "run", "train-0")
+    wait_for_steps(process, tmp_path / "run", steps_done(tmp_path / "run") + 1)
+    assert not evaluated(tmp_path / "run")
+    kill_and_await(process, tmp_path / "run", "eval-engine-0")
+    done = finish(process, tmp_path / "run").check()
+    rows = evaluated(tmp_path / "run")
+    assert (rows[0]["eval/complete"], rows[60]["eval/complete"]) == (0, 1)
+    assert done.summary["restarts"] == {"train-0": 1, "eval-engine-0": 1}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from stages.data.prepare import PreparedPrompt
@@ -168,7 +169,7 @@ async def test_duplicate_reports_change_nothing() -> None:
         await one.report(step_done(1, 1, 2, pinned=True), step_done(1, 1, 2, pinned=True))
         assert one.stage.ledger.trained == 2
         assert len(one.hooks.steps) == 1
-        assert one.stage.evals_pending == 1
+        assert one.stage.evals_pending == {1}
         assert balanced(one.stage.ledger)
 
 
@@ -180,6 +181,36 @@ async def test_a_run_without_training_ends_after_its_evaluation() -> None:
         assert not one.stage.completed.is_set()
         await one.report(EvalDone(0, {}, True))
         assert one.stage.completed.is_set()
+
+
+async def test_an_evaluation_that_was_not_announced_ends_no_other() -> None:
+    async with prompting(batch=1, total=0) as one:
+        await one.report(step_done(0, pinned=True), EvalDone(7, {}, True))
+        assert not one.stage.completed.is_set()
+        await one.report(EvalDone(0, {}, True))
+        assert one.stage.completed.is_set()
+
+
+async def test_a_rollback_takes_a_step_without_groups_and_counts_once() -> None:
+    async with prompting(batch=2, eta=0) as one:
+        assert await one.admitted_at(0) == [0, 1]
+        await one.report(step_done(1, 0, 1))
+        back = msgspec.structs.replace(step_done(2), rolled_back=True)
+        await one.report(back, back)
+        assert (one.stage.steps, one.stage.ledger.rollbacks, one.stage.ledger.trained) == (2, (2,), 2)
+        assert await one.admitted_at(1) == [], "the engines lack the weights of the checkpoint"
+        assert await one.admitted_at(2) == [2, 3]
+        assert balanced(one.stage.ledger)
+
+
+async def test_a_rollback_ends_what_a_resume_left_to_the_trainer_alone() -> None:
+    opened = tuple(OpenGroup(group_id, group_id) for group_id in (2, 3))
+    snapshot = LedgerSnapshot(4, 4, {"trained": 2}, opened)
+    async with prompting(batch=2, eta=1, snapshot=snapshot, restored={2}) as one:
+        await one.report(msgspec.structs.replace(step_done(2), rolled_back=True))
+        assert one.stage.ledger.counts["stale"] == 1
+        assert {group.group_id for group in one.stage.ledger.open_groups()} >= {3}
+        assert balanced(one.stage.ledger)
 
 
 async def test_a_checkpoint_is_committed_with_the_ledger_as_it_was_after_its_step() -> None:
