@@ -378,7 +378,7 @@ def test_a_recipe_has_what_recipes_and_environments_on_the_command_line_say(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Read back as a recipe; null, which TOML has not, is refused."""
-    script.write_text(SCRIPT.replace("${DATA_DIR}", "/data"))
+    script.write_text(script.read_text().replace("${DATA_DIR}", "/data"))
     given = ["--config", "guess_number", "environment.guess_number.workers=3"]
     assert launch.main(["convert", str(script), "--toml", *given, "stage.x.options={}"]) == 2
     capsys.readouterr()
