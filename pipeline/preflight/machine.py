@@ -15,6 +15,7 @@ from typing import Final
 
 from configs.graph import engine_count, evaluation_engines, frozen_engines, is_address
 from configs.schema import Config, generates
+from configs.schema.run import batch_file
 from models.engines.client import EngineClient
 from models.engines.embedded.model_spec import served_shape
 from models.errors import CheckpointUnavailable, EngineError, EngineStartError
@@ -67,7 +68,8 @@ def check_targets(config: Config) -> None:
 
 def check_batches(config: Config) -> None:
     """The first saved batch can be read, and trained by this configuration. Raises SavedBatchError."""
-    if config.debug.load_debug_rollout_data is not None:
+    template = config.debug.load_debug_rollout_data
+    if template is not None and Path(batch_file(template, 0)).is_file():  # else the rules have said so
         SavedBatches(config).group(0)
 
 

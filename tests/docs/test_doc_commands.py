@@ -55,6 +55,9 @@ def score(response, label, metadata):
 
 def keep_mixed(group):
     return True
+
+async def lookup(word: str) -> str:
+    return word
 """
 # What `...` stands for in a command: everything else that a run needs.
 LEFT_OUT: Final = ["--prompt-data", "arithmetic", "--hf-checkpoint", "tiny-arithmetic", "--num-rollout", "1"]
