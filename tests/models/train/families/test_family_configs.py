@@ -24,8 +24,8 @@ from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.families.config_json import read_rope
 from models.families.hugging_face_names import merge, padded_vocab, part
-from models.families.registry import FAMILIES, architecture_of, read_hf_config
-from models.families.source import CheckpointTensors
+from models.families.registry import FAMILIES, architecture_of
+from models.families.source import CheckpointTensors, check_files, read_hf_config
 from models.train.megatron.parameters import global_name
 from models.train.megatron.weights import check_names, read_part
 from models.train.spec import TrainSpec
@@ -218,6 +218,18 @@ def test_parts_read_from_a_file_are_those_of_the_whole(name: str, saved: Path) -
                     back = back[: architecture.vocab_size]
                 assert torch.equal(back, whole), weight.name
     assert sorted(exported) == sorted(load_file(saved / name / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_weights_are_compared_with_the_config_json_that_is_beside_them(name: str, saved: Path, tmp_path: Path) -> None:
+    config = read_hf_config(saved / name)
+    check_files(saved / name)
+    (tmp_path / "model.safetensors").symlink_to(saved / name / "model.safetensors")
+    fewer = -1 - int(config.get("num_nextn_predict_layers") or 0)  # which lie behind the others
+    for key, change in (("vocab_size", 1), ("num_hidden_layers", 1), ("num_hidden_layers", fewer), ("hidden_size", 8)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: config[key] + change}))
+        with pytest.raises(CheckpointUnavailable, match=r"are not those of its config\.json: .*; give the"):
+            check_files(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
