@@ -401,6 +401,15 @@ def test_a_data_file_without_one_usable_row(tmp_path: Path) -> None:
     refused(here(tmp_path / "run", *NO_DATA, *made_model(), "--prompt-data", str(data)), "bad.jsonl", "3 rows")
 
 
+def test_a_run_is_refused_at_its_start_for_what_it_would_meet_late(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    late = ["--save-interval", "1", "--save-hf", str(tmp_path / "file" / "{step}")]
+    refused(here(tmp_path / "run", *SMALL, *late), "--save-hf", "nothing can be written", "choose another place")
+    other = str(make_tiny_checkpoint(tmp_path / "other", TinyRecipe(tokenizer="bytes")))
+    late = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", other]
+    refused(here(tmp_path / "second", *SMALL, *late), "--ref-load", other, "policy's tokenizer")
+
+
 def test_a_run_directory_is_never_written_over_and_what_is_none_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -334,6 +334,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
     "a teacher with another tokenizer": (
         other_model, "--frozen-engine t=other --use-opd", ["--frozen-engine t=other", "same tokenizer"],
     ),
+    "a teacher of the hub": (
+        nothing, "--frozen-engine t=nobody/nothing --use-opd", ["left out", "nobody/nothing", "at the start"],
+    ),
     "adapters of no module": (
         nothing, "--train-backend fsdp --lora-rank 4 --lora-target-modules q_porj",
         ["--lora-target-modules", "'q_porj'", "did you mean q_proj?"],
