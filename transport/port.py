@@ -57,7 +57,7 @@ class Link(ABC):
                 return
             arrived = self._take(STEP_LIMIT)
             self.endpoint.on_step()
-            if arrived == STEP_LIMIT or self._pending():
+            if arrived >= STEP_LIMIT or self._pending():
                 self._awake.set()
                 await asyncio.sleep(0)
 
@@ -74,7 +74,7 @@ class Link(ABC):
 
     @abstractmethod
     def _take(self, limit: int) -> int:
-        """Hand over up to `limit` arrived messages without waiting; return how many."""
+        """Hand over arrived messages without waiting, until they are `limit` or a batch more; return how many."""
 
     @abstractmethod
     def _pending(self) -> bool:

@@ -175,18 +175,20 @@ class ZmqLink(Link):
             return 0
         self._arrived = False
         receive = self._socket.recv
-        for taken in range(limit):
+        taken = 0
+        while taken < limit:
             if not readable(self._socket):
                 return taken
             try:  # a frame says whether another follows: to ask the socket costs more than the rest
                 first = receive(NOBLOCK, copy=False)
             except zmq.Again:  # it broke off just now
                 return taken
-            self._hand_over(*((first.bytes, receive(copy=False)) if self._router else (b"", first)))
+            taken += self._hand_over(*((first.bytes, receive(copy=False)) if self._router else (b"", first)))
         self._arrived = True
-        return limit
+        return taken
 
-    def _hand_over(self, route: bytes, frame: zmq.Frame) -> None:
+    def _hand_over(self, route: bytes, frame: zmq.Frame) -> int:
+        """How many messages it was."""
         header = frame.bytes
         key = cast(str, frame.get("User-Id")) if self._guarded else SERVER  # the name of the peer's key
         message: AnyMessage | None = None
@@ -203,6 +205,7 @@ class ZmqLink(Link):
             self.endpoint.on_malformed(route, header)
         else:
             self.endpoint.on_message(route, message, body)
+        return max(1, len(message.parts)) if isinstance(message, Puts | Works) else 1
 
     def _take_body(self) -> Body:
         """The frames behind the header; an empty tuple if they are more, or larger, than those of a message may be.

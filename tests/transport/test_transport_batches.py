@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import zmq
 
 from tests.transport.memory_link import until
-from transport import DeadLetter, Node, StreamSpec, wire
+from transport import DeadLetter, Node, StreamSpec, port, wire
 from transport.bodies import BATCH_ITEMS, FITS_BYTES, SMALL_BYTES, body_frames, packed, unpacked
 from transport.codec import Codec, checksum, total
 from transport.wire import Hello, Put, Puts, Settled, Work, Works
@@ -82,6 +83,33 @@ async def test_messages_that_are_ready_together_travel_together(run_dir: Path, m
         await until(lambda: hub.stats().settled == 50)
     assert got == [(str(number), b"x" * number) for number in range(50)]
     assert sent == [("Puts", 50), ("Works", 50)]
+
+
+async def test_a_step_takes_so_many_messages_and_not_batches(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tasks get their turn between two steps."""
+    steps: list[int] = []
+    monkeypatch.setattr(port, "STEP_LIMIT", 2 * BATCH_ITEMS)
+    async with asyncio.timeout(60), Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), lambda letter: None)
+        outlets = [await node.outlet(hub.address, "s", bytes, replica=f"p-{n}") for n in range(10)]
+        original = hub.on_step
+
+        def counted() -> None:
+            steps.append(hub.stats().accepted)
+            original()
+
+        hub.on_step = counted  # type: ignore[method-assign]
+        monkeypatch.setattr(hub.link, "_arrived", False)
+        hub.loop.remove_reader(hub.link._socket.fileno())  # type: ignore[attr-defined]
+        async with asyncio.TaskGroup() as tasks:
+            for outlet in outlets:
+                for number in range(BATCH_ITEMS):
+                    tasks.create_task(outlet.send(b"x", f"{outlet.name} {id(outlet)} {number}"))
+            await asyncio.sleep(0.3)  # all are in the socket
+            hub.loop.add_reader(hub.link._socket.fileno(), hub.link._on_arrival)  # type: ignore[attr-defined]
+            hub.link._on_arrival()  # type: ignore[attr-defined]
+        assert hub.stats().accepted == 10 * BATCH_ITEMS
+    assert max(after - before for before, after in pairwise([0, *steps])) <= 2 * BATCH_ITEMS
 
 
 @pytest.fixture
