@@ -18,7 +18,6 @@ from typing import Generic, Protocol, TypeVar
 
 from transport.awake import awake_clock
 from transport.bodies import body_buffer as body_buffer
-from transport.bodies import body_frames as body_frames
 from transport.bodies import packed
 from transport.core.session import PeerCore
 from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
