@@ -191,7 +191,7 @@ async def test_the_clock_of_a_rollout_counts_all_its_turns(tmp_path: Path, log: 
 
 
 async def test_unfinished_members_are_begun_anew_with_a_fresh_seed(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engine=ENDLESS, rollout={**LONG, "group_deadline_secs": 0.5}) as world:
+    async with started(tmp_path, engine=ENDLESS, rollout={**LONG, "group_deadline_secs": 1.0}) as world:
         ends_from(core_of(world.engines[0]), 3)
         samples = await world.rollouts(make_group(0, 3))
         assert world.extra("deadline_replaced") == 3
