@@ -158,7 +158,8 @@ def test_engines_outlive_their_stage_and_a_stopped_replica_does_not_fail_a_run_t
     """Killed again and again, also in the middle of updates: engines keep their processes, nothing is lost."""
     run_dir, engines, kills = tmp_path / "run", ("engine-0", "engine-1"), 4
     flags = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--scale", "generate=2", "--num-rollout", "9"]
-    flags += ["--simulated-step-s", "1", "--max-restarts", "20", "--drain-s", "3", "--max-staleness", "4"]
+    flags += ["--simulated-step-s", "1", "--max-restarts", "20", "--drain-s", "6", "--max-staleness", "4"]
+    # The trainer has to be at its end within --drain-s: on a busy machine that took it more than 3 s.
     process = start(run_dir, *flags)
     wait_for_steps(process, run_dir, 2)
     before = pids(run_dir, *engines)
@@ -173,7 +174,7 @@ def test_engines_outlive_their_stage_and_a_stopped_replica_does_not_fail_a_run_t
     assert (done.summary["groups"]["trained"], done.summary["groups"]["failed"]) == (36, 0)
     assert done.summary["restarts"] == {"engines-0": kills}
     assert "keeps its weights 0." in (run_dir / "logs" / "engines-0.log").read_text()
-    assert "generate-1 did not end within --drain-s 3" in done.out, done.err
+    assert "generate-1 did not end within --drain-s 6" in done.out, done.err
     assert not alive(stopped)
 
 
