@@ -221,10 +221,18 @@ async def test_an_event_loop_that_stands_still_has_a_place(tmp_path: Path, capsy
     journal = Journal(tmp_path / "ledger.jsonl")
     disk, end = os.pipe()
     os.dup2(end, journal._file.fileno())
+
+    def end_when_told() -> None:
+        deadline = time.monotonic() + 60
+        while "journal.py" not in (tmp_path / "run.log").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.close(disk)
+
     with run_log(tmp_path), loop_watched(asyncio.get_running_loop(), 0.1):
         await asyncio.sleep(0.5)
         assert capsys.readouterr().err == "", "it moves"
-        threading.Timer(0.5, partial(os.close, disk)).start()
+        (tmp_path / "run.log").touch()
+        threading.Thread(target=end_when_told).start()
         with pytest.raises(BrokenPipeError):
             journal.write(*[RolledBack(step, 0, 0) for step in range(10_000)])  # more than a pipe holds
     shown = capsys.readouterr().err
