@@ -32,7 +32,7 @@ from models.errors import LOSSES, EngineError, EngineRefused, EngineTimeout, Eng
 from stages.ports import wait_at_most
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
-from stages.topic_values import POLICY, TRAINED, Complaint
+from stages.topic_values import EVALUATION, POLICY, TRAINED, Complaint
 
 REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0
@@ -220,7 +220,8 @@ class Routes:
                 break
             await wait_at_most(min(left, LOOK_S), changed.wait())
         wait_s = self.wait_s if need.retries.deadline_s is None else need.retries.deadline_s
-        name, logs = ("the engines", "*engine-*") if need.policy in TRAINED else (need.policy, f"frozen-{need.policy}")
+        name = "the engines" if need.policy in TRAINED else need.policy
+        logs = {POLICY: "engine-*", EVALUATION: "eval-engine-*"}.get(need.policy, f"frozen-{need.policy}")
         why = "the run is stopping" if directory.draining else f"it was not up within {wait_s:g} s; see logs/{logs}.log"
         raise EngineUnreachable(name, why)
 
