@@ -166,25 +166,33 @@ class EvaluateStage(Stage):
 
     async def _follow_pins(self, ports: Ports) -> None:
         """Waits for a pinned version (topic `weights/pinned/<version>`) to land, oldest first; runs until cancelled."""
-        revision = 0
+        revision, limit_s = 0, self.config.eval.eval_deadline_s
+        waiting: tuple[int, float] = (-1, 0.0)  # for which version, and since when
         while True:
-            revision = await ports.topic.wait(revision, PINNED, RELEASED, "drain", *KEYS)
+            changed = ports.topic.wait(revision, PINNED, RELEASED, "drain", *KEYS)
+            revision = await wait_at_most(1.0, changed) or revision
             self.released = max(self.released, released(ports.topic))
             pinned = sorted(int(key.removeprefix(PINNED)) for key in ports.topic.items(PINNED))
             for version in [v for v in pinned if v > self.released]:
                 carried = [entry.version for entry in carrying(ports.topic, self._policy).values()]
-                if ports.topic.get("drain") is None and not (carried and min(carried) >= version):
+                waiting = waiting if waiting[0] == version else (version, time.monotonic())
+                # Engines of the rollouts are waited for as long as the run goes on: without them it stands still.
+                lost = self._policy == EVALUATION and time.monotonic() - waiting[1] > limit_s
+                if ports.topic.get("drain") is None and not (carried and min(carried) >= version) and not lost:
                     break
-                await self._evaluate(ports, version)
+                await self._evaluate(ports, version, lost)
 
-    async def _evaluate(self, ports: Ports, version: int) -> None:
+    async def _evaluate(self, ports: Ports, version: int, lost: bool) -> None:
+        """`lost`: nobody would answer."""
         started = time.monotonic()
         wanted = 1 if self._function else sum(len(self.sets[name]) * self._samples(name) for name in self.sets)
         most = self.config.eval.eval_max_in_flight or wanted
         self._places = asyncio.Semaphore(max(most, *map(self._samples, self.sets)))
         with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
-            async with beside(self._send_all(ports, version)):
-                late = await self._await_results(ports, version, wanted, started)
+            late = f"no engine was ready for it within --eval-deadline-s {self.config.eval.eval_deadline_s:g}"
+            if not lost:
+                async with beside(self._send_all(ports, version)):
+                    late = await self._await_results(ports, version, wanted, started)
         metrics, complete = self._function_score(version) if self._function else self._score(version)
         metrics["eval/time_s"] = time.monotonic() - started
         failure = next((parts[-1].error for parts in self._answers.get(version, {}).values() if self._function), None)

@@ -471,3 +471,12 @@ async def test_a_function_evaluates_all_sets_in_one_call_and_its_failure_is_the_
         )
         result = await desk.result()
         assert (result.complete, result.detail) == (False, "--eval-function-path my.module:evaluate: OSError")
+
+
+async def test_an_evaluation_whose_own_engines_stay_away_is_given_up() -> None:
+    """Else a run could not end. The engines of the rollouts carry the version, and do not answer evaluations."""
+    async with open_desk(eval_engines=1, eval_deadline_s=0.2) as desk:
+        desk.pin(0)
+        found = await desk.result()
+        assert (found.complete, found.detail) == (False, "no engine was ready for it within --eval-deadline-s 0.2")
+        await desk.released(b"0")
