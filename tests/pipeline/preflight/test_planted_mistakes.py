@@ -50,8 +50,16 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        yield int(taken.getsockname()[1])
+    """A port in use, behind one that is free."""
+    while True:
+        with socket.socket() as taken, socket.socket() as before:
+            taken.bind(("127.0.0.1", 0))
+            number = int(taken.getsockname()[1])
+            if before.connect_ex(("127.0.0.1", number - 1)) == 0:
+                continue
+            taken.listen()
+            yield number
+            return
 
 
 Plan = Callable[..., tuple[int, Any]]
