@@ -293,7 +293,7 @@ def trees(draw: st.DrawFn) -> Tree:
     return Tree([draw(st.integers(-1, node - 1)) for node in range(n)], words)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(trees(), st.lists(st.integers(0, 20), max_size=4), st.integers(0, 1 << 20))
 def test_a_killed_program_trains_what_an_undisturbed_one_does(tree: Tree, kills: list[int], seed: int) -> None:
     """Whatever it asks side by side, in whatever order, and whenever it is killed: no answer is made twice."""
