@@ -31,7 +31,7 @@ from pipeline.supervise.runner import Runner
 from stages.messages import WeightsAnnouncement, group_of
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
-from stages.topic_values import POLICY, RUNNING, SLOW, WAITING, Complaint, EngineEntry, addresses, entries
+from stages.topic_values import RUNNING, SLOW, TRAINED, WAITING, Complaint, EngineEntry, addresses, entries
 from transport import Held, Hub, TopicServer
 
 
@@ -268,7 +268,8 @@ class Monitor:
         )
 
     def _engine_statuses(self) -> Iterator[EngineStatus]:
-        there, known, view = addresses(self.topic, POLICY), entries(self.topic, POLICY), self.recorder.view
+        known, view = entries(self.topic), self.recorder.view
+        there = [name for policy in TRAINED for name in addresses(self.topic, policy)]
         idle = {row.name: row.idle for row in view.engine_rows()}
         for name in sorted({*self.runner.replicas("engine"), *there}, key=lambda name: (len(name), name)):
             entry = known.get(name)

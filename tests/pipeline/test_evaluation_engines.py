@@ -15,6 +15,8 @@ from configs.rules.validate import checked_flags
 from configs.schema.notation import repeated
 from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
+from pipeline.control.client import ask
+from pipeline.control.endpoint import Status
 from pipeline.facts.trace import Span, read_records
 from pipeline.record.metrics import read_metrics
 from stages.messages import EVAL_BASE
@@ -75,6 +77,8 @@ def test_a_killed_engine_of_an_evaluation_gets_its_version_again_while_training_
     process = slow_evaluation(tmp_path / "run", "--eval-engines", "1")
     wait_for_steps(process, tmp_path / "run", 5)  # both slots hold later versions
     assert not evaluated(tmp_path / "run")
+    engines = {engine.name: engine.version for engine in ask(tmp_path / "run", Status()).status.engines}
+    assert (engines["eval-engine-0"], list(engines)) == (0, ["engine-0", "eval-engine-0"])
     kill_and_await(process, tmp_path / "run", "eval-engine-0")
     trained = steps_done(tmp_path / "run")
     wait_for_steps(process, tmp_path / "run", trained + 3)
@@ -91,6 +95,8 @@ def test_an_evaluation_whose_weights_went_with_the_trainer_is_given_up_and_the_l
     kill_and_await(process, tmp_path / "run", "train-0")
     wait_for_steps(process, tmp_path / "run", steps_done(tmp_path / "run") + 1)
     assert not evaluated(tmp_path / "run")
+    engines = {engine.name: engine.version for engine in ask(tmp_path / "run", Status()).status.engines}
+    assert (engines["eval-engine-0"], list(engines)) == (0, ["engine-0", "eval-engine-0"])
     kill_and_await(process, tmp_path / "run", "eval-engine-0")
     done = finish(process, tmp_path / "run").check()
     rows = evaluated(tmp_path / "run")

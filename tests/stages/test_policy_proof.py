@@ -141,7 +141,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
         fault(weights.names, before)
 
     monkeypatch.setattr(LiveWeights, "load", load)
-    monkeypatch.setattr(LiveWeights, "has_room", lambda weights: False)  # a load begins from the weights in use
+    monkeypatch.setattr(LiveWeights, "has_room", lambda weights, sets: False)  # a load begins from the weights in use
 
 
 def stale(names: Callable[[str], bool]) -> Fault:
