@@ -341,6 +341,15 @@ class Held:
     """A lease that belongs to no hub."""
 
     message: RolloutSlice
+    key: str = ""
+    attempt: int = 1
+    ends: list[str] = field(default_factory=list)
+
+    def done(self) -> None:
+        self.ends.append("done")
+
+    def poison(self, reason: str) -> None:
+        self.ends.append("poison")
 
 
 # The group stage among real streams: what goes in, what comes out, what is settled.
