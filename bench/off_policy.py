@@ -37,9 +37,8 @@ from bench.rigs.sums import GROUPS, HELD_OUT, MEMBERS, Sampler, Task, configured
 from models.train.build import build_backend
 from models.train.interface import TrainBackend, TrainSequence
 
-COMMON = (
-    "--num-steps-per-rollout", "2", "--lr", "6e-5", "--lr-warmup-iters", "20", "--engine-dtype", "bfloat16",
-)  # fmt: skip
+ALL = ("--num-steps-per-rollout", "2", "--lr-warmup-iters", "20", "--engine-dtype", "bfloat16")
+COMMON = (*ALL, "--lr", "6e-5")
 CONTENDERS: dict[str, tuple[str, ...]] = {
     "none (forced)": ("--allow-uncorrected",),
     "TIS": ("--use-tis", "--tis-clip", "2"),
@@ -50,7 +49,7 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
     "GSPO": ("--advantage-estimator", "gspo", "--use-rollout-logprobs", "--eps-clip", "0.2"),
     "CISPO": ("--advantage-estimator", "cispo", "--use-rollout-logprobs", "--eps-clip", "1", "--eps-clip-high", "4"),
 }
-FAR_COMMON = ("--advantage-estimator", "dr_grpo", *COMMON, "--lr", "1e-4")
+FAR_COMMON = (*ALL, "--lr", "1e-4", "--advantage-estimator", "dr_grpo")
 FAR: dict[str, tuple[str, ...]] = {
     "TIS": CONTENDERS["TIS"],
     "GSPO": ("--policy-loss", "gspo", "--use-rollout-logprobs", "--eps-clip", "0.1"),

@@ -35,7 +35,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
     "logdir", "quick", "strict", "local-dir", "model-path", "port", "hf", "megatron", "out", "published", "in-flight",
     "replicas", "reward-s", "system-prompt", "output-format", "host", "token-file", "step", "group", "reward", "failed",
-    "untrained", "json", "toml", "best", "to", "trl", "plot", "rounds", "late", "address", "head", "labels",
+    "untrained", "json", "toml", "best", "to", "trl", "plot", "rounds", "late", "far", "address", "head", "labels",
     "working-dir", "repo-type", "steer", "open", "output",
 }  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
