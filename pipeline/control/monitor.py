@@ -290,7 +290,8 @@ class Monitor:
         # The metrics address of the run's router; that of a router started by the user is unknown.
         address = router.metrics or None if router is not None else None
         view, restarts, lost = self.recorder.view, self.recorder.restarts, len(self.recorder.dead_letters)
-        return Facts(view.snapshot(time.monotonic()), view.staleness, restarts, lost, self._engines, address)
+        run, metrics = view.snapshot(time.monotonic()), self.recorder.newest_metrics
+        return Facts(run, view.staleness, restarts, lost, self._engines, address, metrics)
 
     def _watch_progress(self) -> None:
         """Report what waits for what, where nothing was trained for long."""

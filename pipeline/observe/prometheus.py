@@ -143,6 +143,7 @@ class Facts:
     dead_letters: int  # messages that no replica could process
     engines: Mapping[str, str | None]  # address by name; None for a lost engine
     router: str | None  # where the router answers /metrics
+    metrics: Mapping[str, float]  # newest value by name, as in metrics.jsonl
 
 
 def families(facts: Facts) -> list[Family]:
@@ -192,6 +193,13 @@ def families(facts: Facts) -> list[Family]:
         *(by("engine", *head, [(r.name, getattr(r, n)) for r in run.engines]) for n, head in ENGINE_FIGURES.items()),
         by("replica", "sluice_restarts_total", "counter", "Restarts of a replica or an engine.", restarts),
         single("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters),
+        by(
+            "name",
+            "sluice_metric",
+            "gauge",
+            "Newest value of a metric of metrics.jsonl.",
+            sorted(facts.metrics.items()),
+        ),
     ]
 
 

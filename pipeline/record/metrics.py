@@ -127,11 +127,13 @@ class Metrics:
         self, run_dir: Path, *, tensorboard: bool, resume_step: int | None = None, more: Iterable[Writer] = ()
     ) -> None:
         self._writers: list[Writer] = [JsonlMetrics(run_dir / METRICS_FILE, resume_step), *more]
+        self.newest: dict[str, float] = {}  # value of each metric
         if tensorboard:
             self._writers.append(TensorBoardMetrics(run_dir / TENSORBOARD_DIRECTORY, resume_step))
 
     def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
         """Record values at a step. `wall_s` counts from the start of the run, resumed parts included."""
+        self.newest |= values
         for writer in self._writers:
             writer.write(step, values, wall_s=wall_s, trained_tokens=trained_tokens)
 

@@ -108,6 +108,10 @@ class Recorder:
                     self.health.step(int(row["step"]), row)
         return self._metrics
 
+    @property
+    def newest_metrics(self) -> dict[str, float]:
+        return {} if self._metrics is None else self._metrics.newest
+
     def __enter__(self) -> Recorder:
         ledger = self.rundir.ledger
         files = [file for file in (ledger, self.rundir.metrics, self.rundir.summary) if file.exists()]

@@ -109,6 +109,7 @@ async def figures_are_served(run: Scripted, port: int) -> None:
     first, last = looks
     assert last['sluice_engine_up{engine="engine-0"}'] == 1
     assert last["sluice_step"] > first["sluice_step"] > 0
+    assert last['sluice_metric{name="train/optimizer_steps"}'] > 0, "under the names of metrics.jsonl"
     assert last['sglang:generation_tokens_total{engine="engine-0"}'] >= last["sluice_trained_tokens_total"] > 0
 
 

@@ -362,6 +362,8 @@ async def test_the_recorder_writes_what_the_tally_counts(recorder: Recorder) -> 
     recorder.__exit__(None, None, None)
     row = json.loads(recorder.rundir.metrics.read_text())
     assert (row["filter/drop_too_long"], row["passrate/mean"], row["ledger/skipped"]) == (1, 0.75, 0)
+    assert {name: row[name] for name in recorder.newest_metrics} == recorder.newest_metrics, "what /metrics shows"
+    assert "rollout/raw_reward" in recorder.newest_metrics
     report = json.loads((recorder.rundir.path / "bias.json").read_text())
     assert {outcome: line["groups"] for outcome, line in report.items()} == {"filtered": 1, "trained": 1}
 

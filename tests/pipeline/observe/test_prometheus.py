@@ -35,6 +35,7 @@ from stages.topic_values import EngineAddress
 from tests.other_programs import free_port
 from tests.pipeline.observe.test_displays import T0, made_up_run
 
+METRICS = {"train/loss": 0.5, "eval/sums-pass@4": 0.75, "rollout/raw_reward": float("nan")}
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
 
 
@@ -60,7 +61,7 @@ def facts(engines: dict[str, str | None] | None = None, router: str | None = Non
     view = made_up_run()
     view.stage(StageStats(stage="engines", replica="engines-0", unix_s=T0 + 20, extra={"engine-0/idle": 0.25}))
     view.engines({"engine-0": (4, 1.5), "engine-2": None})
-    return Facts(view.snapshot(T0 + 20), view.staleness, {"generate-0": 2}, 1, engines or {}, router)
+    return Facts(view.snapshot(T0 + 20), view.staleness, {"generate-0": 2}, 1, engines or {}, router, METRICS)
 
 
 def test_the_figures_of_a_run() -> None:
@@ -84,6 +85,9 @@ def test_the_figures_of_a_run() -> None:
         'sluice_engine_update_seconds{engine="engine-0"}': 1.5,
     }  # fmt: skip
     assert not any("engine-2" in name for name in found), "it has told nothing yet"
+    newest = {name: value for name, value in found.items() if name.startswith("sluice_metric{")}
+    expected |= {f'sluice_metric{{name="{name}"}}': value for name, value in METRICS.items() if value == value}
+    assert len(newest) == len(METRICS), "under the names of metrics.jsonl"
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
