@@ -22,7 +22,7 @@ BATCH_BYTES = 256 << 10  # enough for a batch; one that comes to it is sent
 BATCH_ITEMS = 64  # headers with the longest keys stay below their limit
 
 Outgoing = tuple[bytes, AnyMessage, Body]
-Run = list[tuple[Any, Any]]  # messages and bodies, all Put or all Work
+Batch = list[tuple[Any, Any]]  # messages and bodies, all Put or all Work
 
 
 def body_frames(body: Body) -> Frames:
@@ -41,25 +41,25 @@ def body_buffer(body: Body) -> Buffer:
 def packed(out: Iterable[Outgoing]) -> list[Outgoing]:
     """The same messages, with those that follow each other to one peer as one, but large ones."""
     sent: list[Outgoing] = []
-    runs: dict[bytes, tuple[Run, int]] = {}  # and their bytes
+    batches: dict[bytes, tuple[Batch, int]] = {}  # and their bytes
     for route, message, body in out:
-        run, size = runs.pop(route, ([], 0))
+        batch, size = batches.pop(route, ([], 0))
         fits = False
         if isinstance(message, Put | Work) and message.size <= FITS_BYTES and isinstance(body, bytes | zmq.Frame):
             fits, size = True, size + message.size
-            run.append((message, body))
-        if fits and size < BATCH_BYTES and len(run) < BATCH_ITEMS:
-            runs[route] = run, size
-        elif run:
-            sent.append(_joined(route, run))
+            batch.append((message, body))
+        if fits and size < BATCH_BYTES and len(batch) < BATCH_ITEMS:
+            batches[route] = batch, size
+        elif batch:
+            sent.append(_joined(route, batch))
         if not fits:
             sent.append((route, message, body))
-    return sent + [_joined(route, run) for route, (run, _) in runs.items()]
+    return sent + [_joined(route, batch) for route, (batch, _) in batches.items()]
 
 
 def unpacked(message: AnyMessage, body: Body) -> Iterable[tuple[AnyMessage, Body]]:
-    """The messages of a batch, or the one message. Small bodies are copies, so that none keeps the memory of others;
-    what is missing of a body is told by its size."""
+    """The messages of a batch, or the one message. Small bodies are copies, so that none keeps the memory of others.
+    A body that is missing is None or too short, which its receiver refuses."""
     if not isinstance(message, Puts | Works):
         return ((message, body),)
     first, *rest = body if isinstance(body, tuple) else (body,)
@@ -74,10 +74,10 @@ def unpacked(message: AnyMessage, body: Body) -> Iterable[tuple[AnyMessage, Body
     return parts
 
 
-def _joined(route: bytes, run: Run) -> Outgoing:
-    if len(run) == 1:
-        return route, *run[0]
-    small: bytes = b"".join(body for part, body in run if part.size < SMALL_BYTES)
-    large = [body for part, body in run if part.size >= SMALL_BYTES]
-    kind = Puts if isinstance(run[0][0], Put) else Works
-    return route, kind(tuple(part for part, _ in run)), (small, *large) if large else small
+def _joined(route: bytes, batch: Batch) -> Outgoing:
+    if len(batch) == 1:
+        return route, *batch[0]
+    small: bytes = b"".join(body for part, body in batch if part.size < SMALL_BYTES)
+    large = [body for part, body in batch if part.size >= SMALL_BYTES]
+    kind = Puts if isinstance(batch[0][0], Put) else Works
+    return route, kind(tuple(part for part, _ in batch)), (small, *large) if large else small
