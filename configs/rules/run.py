@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os.path
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def resume_faults(config: Config) -> Iterator[str]:
                 f"--run-dir is {run.run_dir!r} and --resume is {run.resume!r}, but a resumed run continues in its own "
                 "directory; leave --run-dir out"
             )
-    elif run.run_dir is not None and (Path(run.run_dir) / CONFIG_FILE).exists():
+    elif run.run_dir is not None and os.path.exists(Path(run.run_dir) / CONFIG_FILE):  # False where it cannot be
         yield (
             f"--run-dir is {run.run_dir!r}, but a run is already there; continue it with --resume {run.run_dir}, or "
             "choose another directory"

@@ -240,9 +240,8 @@ class PromptStage(Stage):
         if report.rolled_back and report.step > self.steps:
             self.steps, self.ledger.rollbacks = report.step, (*self.ledger.rollbacks, report.step)
             self._take_bounds()
-            detail = (
-                "the run went back to a checkpoint"  # and they were in the one of the resume, for the trainer alone
-            )
+            detail = "the run went back to a checkpoint"
+            # Of these the checkpoint of the resume held the rollouts, so that the trainer alone could settle them.
             kept = [group.group_id for group in self.ledger.open_groups() if group.group_id in self._restored]
             self.close_groups([Settled(group_id, "stale", detail) for group_id in kept])
         if report.groups:

@@ -245,6 +245,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
     # the run directory
     "a file in place of the run directory": (nothing, "--run-dir file", ["/file cannot be used", "--run-dir"]),
     "a file above the run directory": (nothing, "--run-dir file/a/b", ["/file/a/b cannot be used", "--run-dir"]),
+    "a run directory with too long a name": (
+        nothing, f"--run-dir {300 * 'x'}", ["cannot be used: ", "File name too long", "--run-dir"],
+    ),
     "a place where nothing can be made": (nothing, "--run-dir /proc/run", ["/proc/run cannot be used", "--run-dir"]),
     "a run is there": (
         write("runs/one/config.toml", "[run]\n"), "", ["--run-dir", "a run is already there", "--resume"],
