@@ -9,6 +9,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import launch
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.facts.run_directory import RunDir
+from tests.other_programs import free_port
 
 GOOD = {
     "--hf-checkpoint": "model", "--prompt-data": "rows.jsonl", "--label-key": "label", "--rm-type": "exact",
@@ -50,15 +52,11 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port in use, behind one that is free."""
+    """A port in use, behind one that is free: both below those that the system gives to connections."""
     while True:
-        with socket.socket() as taken, socket.socket() as before:
-            taken.bind(("127.0.0.1", 0))
-            number = int(taken.getsockname()[1])
-            if before.connect_ex(("127.0.0.1", number - 1)) == 0:
-                continue
-            taken.listen()
-            yield number
+        before = free_port()
+        with suppress(OSError), socket.create_server(("127.0.0.1", before + 1)):
+            yield before + 1
             return
 
 

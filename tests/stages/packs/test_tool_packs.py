@@ -22,7 +22,7 @@ from stages.agents.packs.functions import Functions
 from stages.agents.packs.mcp import Mcp
 from stages.agents.packs.search import Search, town_facts, town_names, town_questions
 from stages.tools.tool import UnknownToolError
-from tests.other_programs import served_app
+from tests.other_programs import free_port, served_app
 from tests.stages.agents.play import Episode, needs, playing, world
 from tests.stages.stage_rig import until
 
@@ -118,9 +118,7 @@ async def test_a_server_that_does_not_start_is_no_fault_of_the_model() -> None:
 @needs("mcp")
 @pytest.mark.slow
 async def test_a_shared_server_over_http() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def up() -> bool:
         with socket.socket() as trying:
