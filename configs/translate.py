@@ -146,9 +146,12 @@ def _save(values: tuple[str, ...], given: Given) -> Answer:
 def _load(values: tuple[str, ...], given: Given) -> Answer:
     if _is_run(values):
         return Answer(("--resume", *values))
+    place = " ".join(values)
+    if (Path(place) / _MEGATRON_MARK).is_file():
+        cure = f"python -m models.convert megatron-to-hf --megatron {place} --hf HF --out DIR, and --hf-checkpoint DIR"
+        return Answer(note=f"--load {place} is a checkpoint of Megatron-LM; to begin with its weights: {cure}")
     if given.get("save") == values:  # as slime's scripts have it: continue if there is something
         return Answer()
-    place = " ".join(values)
     return Answer(note=f"--load {place} holds no run of Sluice; the run begins with the weights of --hf-checkpoint")
 
 

@@ -6,8 +6,9 @@
 
 `DIR` of Megatron holds `megatron/` (tensors under Megatron's own names, in the format torch_dist, for any parallel
 layout), `config.json` and tokenizer, and `checksums.json`: of every Hugging Face tensor, dtype, shape and xxh3-128. A
-training state of this program can be read as well. One process holds the whole model; where that is too much, torchrun
-starts several, which share it by the parallel sizes given.
+training state of this program can be read as well, and with `--hf` a checkpoint that Megatron-LM or slime has saved in
+the format torch_dist: its directory, or that of one iteration. One process holds the whole model; where that is too
+much, torchrun starts several, which share it by the parallel sizes given.
 
 Invariant: a conversion there and back returns the same names, dtypes, shapes and bytes, and `verify` proves it.
 """
@@ -209,13 +210,17 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
 def _read_megatron(directory: Path, source: Path, sizes: dict[str, int] | None) -> Loaded:
     """The model of a Megatron directory, whose configuration is in `source`; collective. Raises
     `TrainStateUnreadable`."""
-    from models.train.megatron.checkpoint import empty_weights, put_weights, read_tensors
-    from models.train.megatron.checkpoint_files import read_state
+    from models.train.megatron.checkpoint import check_tensors, empty_weights, put_weights, read_tensors
+    from models.train.megatron.checkpoint_files import STATE_DIR, read_state
+    from models.train.megatron.foreign_index import iteration_of, read_index
 
+    iteration = iteration_of(directory)
+    index = read_state(directory)[1] if iteration is None else read_index(iteration)
     loaded = _build(source, sizes, _stored_checksums(directory))
-    _state, index = read_state(directory)
     weights = _sharded(loaded)["weights"]
-    put_weights(weights, read_tensors(directory, index, {"weights": empty_weights(weights)})["weights"])
+    wanted = {"weights": empty_weights(weights)}
+    check_tensors(directory, index, wanted, "give the --hf directory that the checkpoint was made from")
+    put_weights(weights, read_tensors(iteration or directory / STATE_DIR, index, wanted)["weights"])
     return loaded
 
 
@@ -256,7 +261,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("verify", help="compare tensor by tensor; exit status 1 if they differ")
     check.add_argument("--hf", type=Path, help="compare with this directory; default: with checksums.json")
     for command in (to_hf, check):
-        command.add_argument("--megatron", type=Path, required=True, help="converted directory or training state")
+        help_ = "converted directory, training state, or checkpoint of Megatron-LM or slime"
+        command.add_argument("--megatron", type=Path, required=True, help=help_)
     for command in (to_megatron, to_hf, check):
         for size in _SIZES:
             command.add_argument(f"--{size.replace('_', '-')}", type=int, default=1, help="processes of torchrun")

@@ -191,6 +191,11 @@ def test_a_run_that_is_there_is_continued_and_other_weights_are_named(tmp_path: 
         "--ref-load models/A_torch_dist is a checkpoint of Megatron-LM",
     ]
     assert translate(["--ref-load", "models/A"]).argv == ("--ref-load", "models/A")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "latest_checkpointed_iteration.txt").write_text("40")
+    (note,) = translate(["--load", str(saved), "--save", str(saved)]).notes
+    assert f"to begin with its weights: python -m models.convert megatron-to-hf --megatron {saved} --hf" in note
 
 
 @given(st.lists(st.sampled_from([f"--{flag.name}" for flag in flags() if flag.name] + ["1", "a=b", "run.seed=1", "x"])))

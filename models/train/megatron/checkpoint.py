@@ -208,7 +208,7 @@ class Checkpoints:
         with together(TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")):
             state, index = read_state(directory)
             _check(directory, state, index, held, wanted)
-        held.put(read_tensors(directory, index, wanted), state)
+        held.put(read_tensors(directory / STATE_DIR, index, wanted), state)
         if state.layout == self._layout:
             self._load_random(directory / STATE_DIR)
         return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
@@ -231,15 +231,21 @@ class Checkpoints:
 
 def _check(directory: Path, state: MegatronState, index: Index, held: Held, wanted: dict[str, Any]) -> None:
     """Raise `TrainStateUnreadable` unless the files hold all that is wanted."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-
     needed = [*held.trained] if held.reference is None else [*held.trained, REFERENCE]
     if missing := [name for name in needed if name not in (*state.models, *state.parts)]:
         raise TrainStateUnreadable(
             f"{directory} holds no {missing[0]}, which this run needs: it was saved by a run with other options; "
             "resume with those, or start a new run from its weights"
         )
+    cure = "resume with the --hf-checkpoint and --train-dtype that the run was started with"
+    check_tensors(directory, index, wanted, cure)
+
+
+def check_tensors(directory: Path, index: Index, wanted: dict[str, Any], cure: str) -> None:
+    """Raise `TrainStateUnreadable` unless all that is wanted is there, in its dtype and shape."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
     expanded, _, _ = load_preprocess(wanted)
     for one in nested_values(expanded):
         stored, key = index.get(one.key), one.key
@@ -253,10 +259,7 @@ def _check(directory: Path, state: MegatronState, index: Index, held: Held, want
             difference = f"{key!r} is {stored.shape} instead of {shape}"
         else:
             continue
-        raise TrainStateUnreadable(
-            f"{directory} is of another model or precision: {difference}; resume with the --hf-checkpoint and "
-            "--train-dtype that the run was started with"
-        )
+        raise TrainStateUnreadable(f"{directory} is of another model or precision: {difference}; {cure}")
 
 
 def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +283,7 @@ def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[
         return dict(
             dist_checkpointing.load(
                 wanted,
-                str(directory / STATE_DIR),
+                str(directory),
                 sharded_strategy=strategies.TorchDistLoadShardedStrategy(),
                 common_strategy=NoCommon(),
                 validate_access_integrity=False,  # each process reads what it needs, also what others read
@@ -288,7 +291,7 @@ def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[
         )
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise TrainStateUnreadable(
-            f"{directory} is damaged: its tensors cannot be read ({first_line(error)}); resume from another checkpoint"
+            f"{directory} is damaged: its tensors cannot be read ({first_line(error)}); take another checkpoint"
         ) from error
     finally:
         strategies._get_filesystem_reader = usual
