@@ -197,7 +197,7 @@ def test_what_stands_in_one_place(rule: str) -> None:
 # Called by a framework, or by whoever writes an environment.
 CALLED_BY_OTHERS = {
     "_get_save_and_finalize_callbacks", "add_samples", "append_response_tokens", "CallsOnce", "connection_made",
-    "convert_tokens_to_ids", "effective_response_length", "from_dict", "get_reward_value", "handleError",
+    "convert_tokens_to_ids", "effective_response_length", "find_class", "from_dict", "get_reward_value", "handleError",
     "load_common", "math_dapo_compute_score", "record_event", "reducer_override", "_repr_html_", "Snapshots",
     "update_from_meta_info", "wait_event", "wait_stream",
 }  # fmt: skip
