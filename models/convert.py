@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError, TrainStateUnreadable
 
 CHECKSUMS: Final = "checksums.json"
 _SIZES: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -210,6 +210,7 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
 def _read_megatron(directory: Path, source: Path, sizes: dict[str, int] | None) -> Loaded:
     """The model of a Megatron directory, whose configuration is in `source`; collective. Raises
     `TrainStateUnreadable`."""
+    from models.families.registry import architecture_of
     from models.train.megatron.checkpoint import check_tensors, empty_weights, put_weights, read_tensors
     from models.train.megatron.checkpoint_files import STATE_DIR, read_state
     from models.train.megatron.foreign_index import iteration_of, read_index
@@ -219,7 +220,11 @@ def _read_megatron(directory: Path, source: Path, sizes: dict[str, int] | None) 
     loaded = _build(source, sizes, _stored_checksums(directory))
     weights = _sharded(loaded)["weights"]
     wanted = {"weights": empty_weights(weights)}
-    check_tensors(directory, index, wanted, "give the --hf directory that the checkpoint was made from")
+    cure = "give the --hf directory that the checkpoint was made from"
+    check_tensors(directory, index, wanted, cure)
+    rows, tokens = index["embedding.word_embeddings.weight"].shape[0], architecture_of(loaded.hf_config).vocab_size
+    if rows < tokens:  # more are padding
+        raise TrainStateUnreadable(f"{directory} has {rows} tokens, and {source}/config.json {tokens}; {cure}")
     put_weights(weights, read_tensors(iteration or directory / STATE_DIR, index, wanted)["weights"])
     return loaded
 

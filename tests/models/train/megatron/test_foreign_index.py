@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -149,6 +150,11 @@ def test_what_megatron_core_has_saved_by_itself_comes_back_to_the_bit(
     assert all(was[name].dtype == now[name].dtype and torch.equal(was[name], now[name]) for name in was)
 
     save_model("qwen3", tmp_path / "other")
-    asked = ["megatron-to-hf", "--megatron", str(saved), "--hf", str(tmp_path / "other"), "--out", str(tmp_path / "no")]
-    assert main(asked) == 2
-    assert "give the --hf directory that the checkpoint was made from" in capsys.readouterr().err
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
+    for hf, words in ((tmp_path / "other", "is of another model"), (source, f"has {config['vocab_size']} tokens, and")):
+        asked = ["megatron-to-hf", "--megatron", str(saved), "--hf", str(hf), "--out", str(tmp_path / "no")]
+        assert main(asked) == 2
+        shown = capsys.readouterr().err
+        assert words in shown
+        assert "give the --hf directory that the checkpoint was made from" in shown
