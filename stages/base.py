@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
+from stages.errors import InfrastructureError
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.rollouts import without_tokens
@@ -65,6 +66,8 @@ StageOptions = TrainOptions | GenerateOptions
 
 
 log = logging.getLogger("sluice.stages")
+
+OUTAGE_S = 1800.0  # that a message waits for what its stage needs, as an episode does
 
 Options = TypeVar("Options", TrainOptions, GenerateOptions)
 State = TypeVar("State", bound=msgspec.Struct)
@@ -254,7 +257,8 @@ async def send_slice(outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None
 class MapStage(Stage):
     """One message in, one message out (or None: nothing), `concurrency` of them at a time.
 
-    Write `async def process(self, message: RolloutSlice) -> RolloutSlice | None`.
+    Write `async def process(self, message: RolloutSlice) -> RolloutSlice | None`. It is called again for the same
+    message after `InfrastructureError`, and in another process if its own dies.
     """
 
     @abstractmethod
@@ -277,7 +281,7 @@ class MapStage(Stage):
             message = lease.message
             with self.span(name, group=message.group.group_id):
                 try:
-                    result = await self.process(message)
+                    result = await self._processed(message)
                 except (Exception, asyncio.CancelledError) as error:
                     # Raised by the work itself it would end this task in silence, and with it a place for messages.
                     task = asyncio.current_task()
@@ -291,6 +295,21 @@ class MapStage(Stage):
                     await send_slice(outlet, result)
                 self.activity.items_out += 1
             lease.done()
+
+    async def _processed(self, message: RolloutSlice) -> RolloutSlice | None:
+        """Waits for the end of an outage of what `process` needs: failed at once, message after message would pass
+        through here in seconds, until the run gives up."""
+        began, pause_s = time.monotonic(), 0.5
+        while True:
+            try:
+                return await self.process(message)
+            except InfrastructureError as error:
+                if time.monotonic() - began > OUTAGE_S:
+                    raise
+                level = logging.WARNING if pause_s == 0.5 else logging.DEBUG
+                log.log(level, "%s waits, group %d: %s", type(self).__name__, message.group.group_id, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 30.0)
 
 
 class LoopStage(MapStage):

@@ -15,6 +15,8 @@ DataError
 ├── RowError             one row cannot become a prompt (also the error of max_bad_rows)
 └── EmptyDataError       no usable prompt is left
 
+InfrastructureError        raised by the user's code: it is tried again
+
 All of them carry one sentence, so that they survive a process boundary.
 """
 
@@ -77,3 +79,11 @@ class RowError(DataError):
 
 class EmptyDataError(DataError):
     """No usable prompt is left after slicing and checking."""
+
+
+class InfrastructureError(Exception):
+    """What an environment or a stage of the user's own needs has failed, and the model did not cause it.
+
+    An episode is restarted on a fresh worker, up to a limit; it never gets reward 0 for such a failure. If many
+    episodes fail like this, the environment is paused, and the terminal shows it. A message of a `MapStage` waits.
+    """

@@ -186,7 +186,7 @@ def bound_of(config: Config, stage: str) -> str:
         case "agents" if config.tools.tools:
             return f" (--tool-deadline-s {config.tools.tool_deadline_s:g})"
         case "agents":
-            return " (step_deadline_s and retries of its environment)"
+            return " (step_deadline_s, retries and outage_s of its environment)"
         case "train" if trainer_processes(config):
             minutes = config.parallel.distributed_timeout_minutes
             return f" (a silent rank ends by --distributed-timeout-minutes {minutes:g})"

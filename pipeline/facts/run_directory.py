@@ -25,6 +25,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 import time
@@ -206,6 +207,14 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         try:
             with probe.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            free = shutil.disk_usage(self.path).free >> 20
+            raise UsageError(
+                f"the disk of the run directory {self.path} has {free} MiB free, and a run needs "
+                f"{MIN_FREE_BYTES >> 20} to begin; free some space or choose another --run-dir"
+            ) from error
         finally:
             probe.unlink(missing_ok=True)
 

@@ -6,7 +6,8 @@ Every look adds the time since the previous look to one account for each slot: i
 - `update`: its engine stands still for new weights,
 - `trainer`: the gate is closed, and the trainer computes: it is the slower side,
 - `tail`: the gate is closed, and the trainer waits for the longest responses of the groups that are out,
-- `starved`: the gate is open, and no prompt comes, or rollouts wait for tools or graders.
+- `starved`: the gate is open, and no prompt comes; or nothing is at any engine, and all rollouts that are out wait for
+  tools, graders or other stages.
 
 Tokens of groups that were not trained, and stale tokens that were masked, are counted by cause; so a working slot is
 `trained`, or wasted. `attainable` is what a perfect scheduler would reach with the measured lengths and times.
@@ -91,7 +92,7 @@ class Goodput:
             self._slot_s["starved"] += empty
         else:
             self._slot_s["trainer"] += empty * busy
-            self._slot_s["tail"] += empty * (1 - busy)
+            self._slot_s["tail" if working else "starved"] += empty * (1 - busy)
 
     def _busy(self) -> float:
         """Share of its time in which the trainer computed, between its newest two reports."""

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from msgspec import Struct
 
 from stages.chat.messages import Message, ToolSchema
+from stages.errors import InfrastructureError as InfrastructureError  # for users, beside what raises it
 from stages.records.once import Once
 
 
@@ -63,14 +64,6 @@ class Step(Struct, frozen=True):
     done: bool = False
     metrics: Mapping[str, float] = {}  # averaged over episodes, as env/<environment>/<name>
     answer: str | None = None  # text for the grader if the episode ends here; None: all turns and observations
-
-
-class InfrastructureError(Exception):
-    """The environment's infrastructure failed, and the model did not cause it.
-
-    The episode is restarted on a fresh worker, up to a limit; it never gets reward 0 for such a failure. If many
-    episodes fail like this, the environment is paused, and the terminal shows it.
-    """
 
 
 @runtime_checkable

@@ -459,7 +459,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_full_disk_at_the_start(small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(b"x" * (40 << 20))
-    refused(here(small_disk / "run", *SMALL), "disk", "full", "--run-dir")
+    refused(here(small_disk / "run", *SMALL), "MiB free, and a run needs 64", "--run-dir")
 
 
 @pytest.mark.slow

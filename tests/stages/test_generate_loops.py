@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +19,9 @@ from models.engines.client import EngineClient
 from models.engines.core import Completion
 from models.engines.protocol import GenerateOutput, GenerateRequest
 from models.engines.simulated.engine import SimulatedEngine
+from stages import base
 from stages.base import Activity
+from stages.errors import InfrastructureError
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Ports
 from stages.rollouts import append_untrained
@@ -276,6 +280,36 @@ async def test_work_that_raises_cancelled_error_costs_no_place_for_messages(rig:
     out = await rig.inlet("reward")
     reasons = [sample.error for _ in range(5) for sample in (await take(out)).samples]
     assert reasons == ["Cancelled: CancelledError: "] * 10
+    assert rig.letters == []
+
+
+async def test_a_message_waits_for_what_its_stage_needs_and_fails_where_that_stays_away(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    now = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+        await idle()
+
+    monkeypatch.setattr(base, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    monkeypatch.setattr(base, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]}))
+
+    class Asking(Shout):
+        async def process(self, message: RolloutSlice) -> RolloutSlice | None:
+            if message.group.group_id or len(slept) < 9:
+                raise InfrastructureError("the service is away")
+            return await super().process(message)
+
+    await worked(rig, Asking(make_context(concurrency=1)), asked(0), asked(1))
+    out = await rig.inlet("reward")
+    assert [sample.response for sample in (await take(out)).samples] == ["HI", "YO"]
+    assert slept[:9] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    reasons = [sample.error for sample in (await take(out)).samples]
+    assert reasons == ["Asking: InfrastructureError: the service is away"] * 2
+    assert base.OUTAGE_S < sum(slept[9:]) < base.OUTAGE_S + 31
     assert rig.letters == []
 
 

@@ -67,6 +67,14 @@ def test_empty_slots_are_counted_by_what_they_wait_for() -> None:
     assert run.goodput.figures().goodput == pytest.approx(0.6)
 
 
+def test_slots_are_starved_where_all_rollouts_wait_for_other_stages_behind_a_closed_gate() -> None:
+    run = Run()
+    run.seconds(6, running=16)
+    run.seconds(3, running=0)  # all that was admitted is with a slow grader
+    run.seconds(1, running=4)  # one long response
+    assert run.lost() == {"starved": 0.3, "tail": 0.075}
+
+
 def test_a_weight_update_takes_its_time_from_what_runs() -> None:
     run = Run()
     run.view.run.trained_tokens = 100
