@@ -90,7 +90,7 @@ class Request(Struct, frozen=True):
 
 
 class EngineStatus(Struct, frozen=True):
-    """One engine that generates."""
+    """One engine that generates, or that serves evaluations alone."""
 
     name: str
     state: str  # starting, loading, serving, updating, away, leaving, left

@@ -31,7 +31,7 @@ from pipeline.supervise.runner import Runner
 from stages.messages import WeightsAnnouncement, group_of
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
-from stages.topic_values import RUNNING, SLOW, TRAINED, WAITING, Complaint, EngineEntry, addresses, entries
+from stages.topic_values import POLICY, RUNNING, SLOW, WAITING, Complaint, EngineEntry, addresses, entries
 from transport import Held, Hub, TopicServer
 
 
@@ -202,6 +202,7 @@ class Monitor:
     def __init__(self, parts: RunParts, advise: Callable[[], Advice | None] = lambda: None) -> None:
         self.stage, self.recorder, self.hubs, self.topic = parts.stage, parts.recorder, parts.hubs, parts.topic
         self.runner, self.waits, self._advise = parts.runner, Waits(parts), advise
+        self._beside = parts.placement.beside
         self.advice: Advice | None = None
         observe = self.recorder.config.observe
         self.display = open_display(observe.live, log_interval=observe.log_interval)
@@ -269,7 +270,7 @@ class Monitor:
 
     def _engine_statuses(self) -> Iterator[EngineStatus]:
         known, view = entries(self.topic), self.recorder.view
-        there = [name for policy in TRAINED for name in addresses(self.topic, policy)]
+        there = [spec.name for spec in self._beside if spec.evaluates] + [*addresses(self.topic, POLICY)]
         idle = {row.name: row.idle for row in view.engine_rows()}
         for name in sorted({*self.runner.replicas("engine"), *there}, key=lambda name: (len(name), name)):
             entry = known.get(name)

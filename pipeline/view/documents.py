@@ -20,6 +20,7 @@ from configs.graph import replicas, streams
 from configs.layers import ConfigError
 from configs.load import load, read_recipe
 from configs.schema import Config
+from models.checkpoint import manifests
 from pipeline.control.client import ENDED, PHASES, ask, from_files, with_files
 from pipeline.control.endpoint import CONTROL_FILE, RunStatus, Status
 from pipeline.errors import NotRunning, UsageError
@@ -77,6 +78,7 @@ class RunDocuments:
         mode = now.mode if now else (summary.mode if summary else (config.run.mode if config else None))
         changes = status.changes or (summary.changes if summary else tuple(self._files.changes))
         step = now.step if now else max(status.step, max(rows, default=0))
+        kept = manifests(self._files.dir.checkpoints) if live else []
         return {
             "run": str(self.path),
             "name": self.path.name,
@@ -113,6 +115,7 @@ class RunDocuments:
             "changes": [{"step": one.step, "what": one.what, "value": one.value} for one in changes],
             "settings": self._settings,
             "checkpoint": status.checkpoint,
+            "checkpoints": sorted({one.step for one in kept}, reverse=True),  # to which the run can go back
             "resume": status.resume,
         }
 

@@ -15,6 +15,9 @@ function buildSteering(root) {
   desk.replica = el("input", { id: "steer-replica", type: "text", placeholder: "reward-0" });
   desk.kill = panel("Kill a replica", row("Replica", desk.replica), action("Kill", () => confirm("kill", { replica: desk.replica.value },
     `End the process of ${desk.replica.value} at once, as kill -9 does, to see that the run goes on without losing a group.`), "danger"));
+  desk.step = el("select", { id: "steer-step" });
+  desk.back = panel("Go back", row("Checkpoint of step", desk.step), action("Roll back", () => confirm("rollback", { step: Number(desk.step.value) },
+    `Go on with model and optimizer of the checkpoint of step ${desk.step.value}. Its weights become the next version, and nothing that was sampled before is trained any more.`), "danger"));
   desk.answers = el("ol", { class: "answers", role: "log", "aria-label": "Answers" });
   root.append(
     panel("Advice", desk.advice),
@@ -25,7 +28,7 @@ function buildSteering(root) {
       action("Resume", () => confirm("resume", {}, "Admit new groups again.")),
       action("Save", () => confirm("save", {}, "Write a checkpoint after the step in training.")),
       action("Drain", () => confirm("drain", {}, "Finish the groups in flight and end the run, as Ctrl-C does."), "danger")),
-    desk.kill, panel("Answers", desk.answers));
+    desk.back, desk.kill, panel("Answers", desk.answers));
 }
 
 const panel = (title, ...content) => el("section", { class: "card", "aria-label": title }, el("h2", {}, title), el("div", { class: "bar" }, content));
@@ -41,7 +44,7 @@ function confirm(command, values, words) {
   const dialog = document.getElementById("dialog");
   document.getElementById("dialog-title").textContent = `${command[0].toUpperCase()}${command.slice(1)}?`;
   redraw(document.getElementById("dialog-body"), words, () => el("p", {}, words));
-  document.getElementById("dialog-yes").className = command === "kill" || command === "drain" ? "danger" : "primary";
+  document.getElementById("dialog-yes").className = ["kill", "drain", "rollback"].includes(command) ? "danger" : "primary";
   dialog.returnValue = "no";
   dialog.onclose = () => {
     if (dialog.returnValue === "yes") send(command, values);
@@ -69,6 +72,9 @@ export const steering = {
   tick(run) {
     redraw(desk.advice, run.advice, advice);
     desk.kill.hidden = !(run.settings["debug.fault_inject"] ?? "").length; // else the run refuses it
+    desk.back.hidden = !run.checkpoints.length;
+    const chosen = Number(desk.step.value); // stays chosen when a newer one is written
+    redraw(desk.step, run.checkpoints, () => run.checkpoints.map((step) => el("option", { value: step, selected: step === chosen ? "" : null }, step)));
     const names = [...run.stages.map((one) => one.name), ...(run.engines.length ? ["engine"] : [])];
     redraw(desk.stage, names, () => names.map((name) => el("option", { value: name }, name)));
   },

@@ -31,7 +31,7 @@ from pipeline.facts.stats import StageStats
 from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
 from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
 from stages.messages import EVAL_BASE
-from stages.topic_values import EngineAddress
+from stages.topic_values import EVALUATION, EngineAddress, EngineEntry
 from tests.other_programs import free_port
 from tests.pipeline.observe.test_displays import T0, made_up_run
 
@@ -199,6 +199,25 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     router = ServerInfo("sglang", "http://r", 0, "0.3.2", "router", "http://m")
     (tmp_path / "fleet.json").write_bytes(msgspec.json.encode({"router": router}))
     assert monitor.facts().router == "http://m"
+
+
+def test_the_status_lists_engines_of_evaluations_also_while_they_are_not_up() -> None:
+    known = {"engine/engine-0": EngineAddress("engine-0", "http://a", 0)}
+    up = EngineAddress("eval-engine-0", "http://e", 1, EVALUATION)
+    entry = EngineEntry("eval-engine-0", "http://e", 1, EVALUATION, state="serving", version=6, limit=8)
+    encode = msgspec.msgpack.encode
+    topic = SimpleNamespace(items=lambda prefix: {k: encode(v) for k, v in known.items() if k.startswith(prefix)})
+    beside = [SimpleNamespace(name="eval-engine-0", evaluates=True), SimpleNamespace(name="frozen-t", evaluates=False)]
+    recorder = MagicMock(config=Config(), view=made_up_run(), changes=[])
+    monitor = Monitor(MagicMock(recorder=recorder, hubs={}, topic=topic, placement=MagicMock(beside=beside)))
+    monitor.runner.replicas = lambda stage: [f"{stage}-0"]  # type: ignore[method-assign]
+    monitor.refresh = lambda: None  # type: ignore[method-assign]
+    engines = [("engine-0", "starting", None), ("eval-engine-0", "starting", None)]
+    assert [(one.name, one.state, one.version) for one in monitor.status().engines] == engines
+    known |= {"engine/eval-engine-0": up, "directory/eval-engine-0": entry}
+    assert [(one.name, one.state, one.version) for one in monitor.status().engines] == [
+        engines[0], ("eval-engine-0", "serving", 6)
+    ]  # fmt: skip
 
 
 # Traces: what processes write is what the merged file shows, in the form that Chrome's format demands.

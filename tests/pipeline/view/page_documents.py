@@ -70,6 +70,10 @@ def run_document(**more: Any) -> dict[str, Any]:
             }
             | {"idle": 0.29}
             for i in range(2)
+        ]
+        + [
+            {"name": "eval-engine-0", "state": "updating", "version": 260, "running": 4, "waiting": 0, "limit": 512}
+            | {"idle": None}
         ],
         "bottleneck": {
             "stage": "reward",
@@ -94,6 +98,7 @@ def run_document(**more: Any) -> dict[str, Any]:
             "prompt_data": "sums",
         },
         "checkpoint": "checkpoints/step-00000260",
+        "checkpoints": [],
         "resume": "python launch.py --resume runs/sums",
         **more,
     }

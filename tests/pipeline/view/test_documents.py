@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from models.checkpoint import Manifest, write_manifest
 from models.disk import write_whole
 from pipeline.control.advice import Advice
 from pipeline.control.endpoint import CONTROL_FILE, EngineStatus, QueueStatus, Reply, RunStatus
@@ -36,7 +37,7 @@ def test_a_killed_run_is_told_from_its_files(made: RunDir) -> None:
     expected = {
         "state": "killed", "live": False, "may_steer": False, "name": "run", "step": 2, "total_steps": 7, "version": 2,
         "mode": "async", "elapsed_s": 4.0, "eta_s": None, "staleness": [[0, 10], [1, 2]], "engines": [], "advice": "",
-        "resume": f"python launch.py --resume {made.path}", "checkpoint": None, "alarms": [],
+        "resume": f"python launch.py --resume {made.path}", "checkpoint": None, "checkpoints": [], "alarms": [],
         "changes": [{"step": 1, "what": "set lr", "value": "1e-6"}],
     }  # fmt: skip
     assert {name: run[name] for name in expected} == expected
@@ -313,7 +314,13 @@ def test_a_running_run_tells_of_itself(
     status = answer(**fields)
     (made.path / CONTROL_FILE).touch()
     monkeypatch.setattr(module, "ask", lambda run, command: Reply(True, status=replaced(status, made.path)))
+    assert RunDocuments(made.path).run()["checkpoints"] == []
+    for step in (2, 4):
+        draft = made.checkpoints / f"draft-{step}"
+        draft.mkdir(parents=True)
+        write_manifest(draft, Manifest(step=step, version=step, run_generation=0))
     run = RunDocuments(made.path).run(may_steer=True)
+    assert run["checkpoints"] == [4, 2]
     assert (run["live"], run["may_steer"], run["state"], run["bound"], run["total_steps"]) == (
         True, True, "running", 3, 9
     )  # fmt: skip

@@ -43,13 +43,16 @@ class Server:
 
     def __init__(self, embedded: dict[str, Any] | None) -> None:
         self.embedded, self.asked = embedded, list[tuple[str, str]]()
+        self.checkpoints = [260, 240]
 
     async def document(self, request: web.Request) -> web.Response:
         name, key = request.match_info["name"], request.query.get("key", "")
         told = await request.text() or request.headers.get("Authorization", "")
         self.asked.append((name, told))
         later = {"lines": [], "cursor": "201"} if request.query.get("after") else made.logs()
-        plain = {"run": made.run_document, "metrics": made.metrics, "lanes": made.lanes, "rollouts": made.rollouts}
+        if name == "run":
+            return web.json_response(made.run_document(checkpoints=self.checkpoints))
+        plain = {"metrics": made.metrics, "lanes": made.lanes, "rollouts": made.rollouts}
         if name in plain:
             return web.json_response(plain[name]())
         rest = {"logs": later, "steer": {"ok": True, "lines": ["paused"]}}
@@ -191,6 +194,35 @@ async def test_a_report_shows_its_own_documents_and_asks_nobody() -> None:
         assert await page.value("document.querySelector('#tab-steer').hidden")
         assert server.asked == []
         assert page.errors == []
+
+
+async def test_a_run_goes_back_to_a_kept_checkpoint_once_confirmed_and_evaluation_engines_are_listed() -> None:
+    async with shown() as (page, server):
+        rows = "[...document.querySelectorAll('#view-run .card.engines tbody tr')].map((row) => row.textContent)"
+        assert await page.value(rows) == [
+            "engine-0serving26931051229%", "engine-1serving26832151229%", "eval-engine-0updating26040512–"
+        ]  # fmt: skip
+        await page.until("!document.querySelector('#tab-steer').hidden")
+        await go(page, "steer")
+        steps = "[...document.querySelectorAll('#steer-step option')].map((one) => one.value)"
+        assert await page.value(steps) == ["260", "240"]
+        back = "document.querySelector('#view-steer [aria-label=Go\\\\ back] button')"
+        await page.value("document.querySelector('#steer-step').value = '240'")
+        for answer in ("[value=no]", "[value=yes]"):
+            await page.value(f"{back}.click()")
+            told = await page.value("document.querySelector('#dialog').textContent")
+            assert "Rollback?" in told
+            assert "the checkpoint of step 240" in told
+            assert await page.value("document.querySelector('#dialog-yes').className") == "danger"
+            await page.value(f"document.querySelector('#dialog {answer}').click()")
+            await page.until("!document.querySelector('#dialog').open")
+            await asyncio.sleep(0.1)
+        await page.until("document.querySelector('.answers').textContent.includes('paused')")
+        sent = [json.loads(body) for name, body in server.asked if name == "steer"]
+        assert sent == [{"command": "rollback", "arguments": {"step": 240}}]
+        server.checkpoints = [280, 260, 240]
+        await page.until(f"{steps}.length === 3")
+        assert await page.value("document.querySelector('#steer-step').value") == "240", "a new one leaves it chosen"
 
 
 async def test_a_change_of_the_run_is_made_once_it_is_confirmed() -> None:

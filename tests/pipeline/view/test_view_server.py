@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 
 import launch
-from pipeline.control.endpoint import Command, Drain, Pause, Reply, Scale, Set
+from pipeline.control.endpoint import Command, Drain, Pause, Reply, Rollback, Scale, Set
 from pipeline.errors import CommandRefused, NotRunning, UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.view import server
@@ -250,6 +250,7 @@ async def steered(run: RunDir, token: str, body: object, kind: str = "applicatio
     [
         ({"command": "scale", "arguments": {"reward": 4}}, Scale({"reward": 4}), DONE),
         ({"command": "set", "arguments": {"lr": 1e-6, "n": "2"}}, Set({"lr": "1e-06", "n": "2"}), DONE),
+        ({"command": "rollback", "arguments": {"step": 60}}, Rollback(60), DONE),
         ({"command": "pause"}, Pause(), {"ok": False, "lines": ["it has ended"]}),
         ({"command": "drain", "arguments": {}}, Drain(), {"ok": False, "lines": ["one", "two"]}),
     ],
@@ -270,6 +271,7 @@ async def test_the_steer_token_steers(
         (STEER, {"command": "status"}, "application/json", 400),
         (STEER, {"command": "explode"}, "application/json", 400),
         (STEER, {"command": "scale", "arguments": {"reward": "x"}}, "application/json", 400),
+        (STEER, {"command": "rollback", "arguments": {"step": "x"}}, "application/json", 400),
         (STEER, [], "application/json", 400),
         (STEER, {"command": "drain", "more": "x" * 70_000}, "application/json", 413),
     ],
