@@ -24,11 +24,11 @@ from stages.base import Stage, StageContext, beside
 from stages.data.prompt_set import PromptSet
 from stages.errors import NoVerdicts, Starved
 from stages.messages import CheckpointReady, EvalDone, PromptGroup, Report, RolloutSlice, Settled, StepDone
-from stages.ports import Outlet, Ports
+from stages.ports import Outlet, Ports, Topic
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.prompt_sources import DrawnPrompts, PassRateCurriculum, demonstration, order_of
 from stages.staleness_gate import StalenessGate
-from stages.topic_values import KEYS, Sampling, carrying
+from stages.topic_values import KEYS, PINNED, Sampling, carrying
 from stages.train.saved_groups import SavedBatches
 
 _MASK = (1 << 63) - 1
@@ -222,7 +222,7 @@ class PromptStage(Stage):
                 case Settled():
                     self.close_groups([report])
                 case StepDone():
-                    await self._step(report)
+                    await self._step(report, ports.topic)
                 case EvalDone():
                     self.evals_pending.discard(report.version)
                     await self.hooks.evaluated(report)
@@ -233,13 +233,15 @@ class PromptStage(Stage):
             lease.done()
             self._wake.set()
 
-    async def _step(self, report: StepDone) -> None:
+    async def _step(self, report: StepDone, topic: Topic) -> None:
         if report.step <= self.steps and report.groups:
             return  # delivered twice
         self.trainer_up = True
         if report.rolled_back and report.step > self.steps:
             self.steps, self.ledger.rollbacks = report.step, (*self.ledger.rollbacks, report.step)
             self._take_bounds()
+            # A version that the trainer reported and did not get to announce is never evaluated.
+            self.evals_pending = {at for at in self.evals_pending if topic.get(f"{PINNED}{at}") is not None}
             detail = "the run went back to a checkpoint"
             # Of these the checkpoint of the resume held the rollouts, so that the trainer alone could settle them.
             kept = [group.group_id for group in self.ledger.open_groups() if group.group_id in self._restored]

@@ -203,6 +203,15 @@ async def test_a_rollback_takes_a_step_without_groups_and_counts_once() -> None:
         assert balanced(one.stage.ledger)
 
 
+async def test_a_rollback_waits_for_no_evaluation_of_a_version_that_was_not_announced() -> None:
+    async with prompting(batch=1, total=3) as one:
+        one.rig.topic.publish("weights/pinned/0", b"")
+        await one.report(step_done(0, pinned=True), step_done(1, pinned=True))
+        assert one.stage.evals_pending == {0, 1}
+        await one.report(msgspec.structs.replace(step_done(2), rolled_back=True))
+        assert one.stage.evals_pending == {0}
+
+
 async def test_a_rollback_ends_what_a_resume_left_to_the_trainer_alone() -> None:
     opened = tuple(OpenGroup(group_id, group_id) for group_id in (2, 3))
     snapshot = LedgerSnapshot(4, 4, {"trained": 2}, opened)
