@@ -1,10 +1,12 @@
-"""Fixtures of all tests: the real SGLang servers, shared by all files of a session."""
+"""Fixtures of all tests: the real SGLang servers, shared by all files of a session, and a small disk."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import os
+import subprocess
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
@@ -81,3 +83,23 @@ def sglang_bfloat16(sglang_pool: ServerPool) -> RealServer:
 def sglang_overlap(sglang_pool: ServerPool) -> RealServer:
     """A real SGLang server with its default scheduling, and with cumulative streams."""
     return sglang_pool.get("overlap")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 80 MiB, where this machine lets one be mounted."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(mount)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    yield mount
+    gc.collect()  # mapped weights of a stage that ran in this process
+    for _ in range(50):  # the last process of a run may end a moment after it
+        if (done := subprocess.run(["umount", str(mount)], capture_output=True, text=True)).returncode == 0:
+            return
+        time.sleep(0.2)
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+    pytest.fail(f"something of the test still uses {mount}: {done.stderr}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from models.errors import SlotSpaceError
 from models.weights.shared_memory_reader import SlotReader
 from stages.base import TrainOptions
 from stages.messages import Settled, StepDone
@@ -126,6 +128,21 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(training: T
         assert (second.version, second.path != first.path) == (1, True)
         SlotReader(second)
         SlotReader(first)  # the version before is still whole
+
+
+async def test_weights_of_an_evaluation_for_which_there_is_no_room_end_the_run_in_a_sentence(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots have their room from the start; the copy for engines that evaluate alone is made later."""
+    held = {"eval_interval": 1, "eval_prompt_data": ("held=x.jsonl",), "skip_eval_before_train": True}
+    evaluation = {**held, "eval_engines": 1}
+    words = r"evaluated-1: the weights of an evaluation .* there \(.*No space left.*\); free space .*--eval-engines$"
+    with ended_by(SlotSpaceError, words):
+        async with open_training(small_disk, monkeypatch, batch=1, total=3, eval=evaluation) as one:
+            await one.rig.topic_until(lambda: one.rig.announced("weights") is not None)
+            (small_disk / "ballast").write_bytes(b"x" * shutil.disk_usage(small_disk).free)
+            await one.send(aged(0, 0))
+            await one.task
 
 
 @pytest.mark.parametrize("skipped", [False, True])
