@@ -200,11 +200,12 @@ def remove_leftovers(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` complete checkpoints (at least one stays); return the removed directories."""
+def prune(root: Path, keep: int, spare: int | None = None) -> list[Path]:
+    """Remove all but the newest `keep` complete checkpoints (at least one stays), and that of step `spare`; return the
+    removed directories."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least the newest checkpoint must stay; use 1 or more")
-    removed = [path for path, _ in _complete(root)[:-keep]]
+    removed = [path for path, manifest in _complete(root)[:-keep] if manifest.step != spare]
     for path in removed:
         trash = path.with_name(f".{path.name}.removed")
         path.rename(trash)  # first out of sight: a half-removed directory must not be taken for a checkpoint

@@ -83,7 +83,14 @@ class RolledBack(Struct, frozen=True, tag="rollback"):
     restored: tuple[int, ...] = ()  # those of them that the trainer found complete in the checkpoint
 
 
-Event = Began | Admitted | Ended | Stepped | Committed | RolledBack | Changed
+class WentBack(Struct, frozen=True, tag="back"):
+    """The user's rollback in the running run: version `step` has the weights of a checkpoint, and no batch was trained
+    for it. Nothing older is trained from here on. Written again where the trainer was lost before it went on."""
+
+    step: int
+
+
+Event = Began | Admitted | Ended | Stepped | Committed | RolledBack | WentBack | Changed
 
 
 class Journal(AbstractContextManager["Journal"]):

@@ -88,6 +88,7 @@ class Recorder:
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights, after all refusals
         self._resume_step = resume_step
         self.committed = resume_step or 0  # step of the newest checkpoint, or of the start
+        self.spared: int | None = None  # step of the checkpoint that the run goes back to: it stays until then
         self._responses = keeps_rollouts(config)
         self._ended: list[tuple[int, int]] = []  # (batches trained, group) since the newest checkpoint
         self._admitted_s: dict[int, float] = {}  # unix time, of open groups
@@ -165,6 +166,8 @@ class Recorder:
         now = time.monotonic()
         if report.publishes and report.version not in self.versions[-1:]:
             self.versions.append(report.version)
+        if report.rolled_back:
+            self.journal.write(journal.WentBack(report.step))
         if not report.groups:
             if self.training_started is None:
                 self._open_metrics()
@@ -236,7 +239,7 @@ class Recorder:
         def tidy() -> None:
             if self.config.checkpoint.save_hf is not None:
                 save_hf(final, self.config.checkpoint.save_hf, report.step)
-            prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
+            prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n, self.spared)
             remove_superseded(self.rundir.path, report.step)
             if keeps_rollouts(self.config):
                 forget_ended(self.rundir.episodes, manifests(self.rundir.checkpoints))
@@ -247,6 +250,7 @@ class Recorder:
             self.journal.write(journal.Committed(report.step))  # before what takes long, in which the run may be killed
             await asyncio.to_thread(self.journal.sync)
             self.committed, self._ended = report.step, []  # checkpoints decide on groups that ended before
+            self.spared = None if report.step in ledger.rollbacks else self.spared
             await asyncio.to_thread(tidy)
 
     # ------------------------------------------------------------------ from the controller

@@ -75,7 +75,7 @@ class Lifecycle:
         trained = ledger.steps(self.config.rollout.rollout_batch_size)
         newest = final_path(recorder.rundir.checkpoints, recorder.committed)
         chosen = None if back is None else final_path(recorder.rundir.checkpoints, back)
-        if chosen is not None and chosen.is_dir():  # else a newer checkpoint has just replaced it
+        if chosen is not None and chosen.is_dir():  # else somebody removed it
             step, state = trained + 1, str(chosen)
             recorder.say(f"the trainer goes back to the checkpoint of step {back}: its weights become version {step}")
             lost = msgspec.structs.replace(lost, floor=step, restored=frozenset())

@@ -151,6 +151,17 @@ class Runner(ABC):
 
     async def rollback(self, step: int) -> None:
         """Start the trainer again from the checkpoint of a step. Raises UsageError where it cannot be."""
+        recorder = self.lifecycle.recorder
+        before, recorder.spared = recorder.spared, step  # no newer checkpoint removes it meanwhile
+        try:
+            trainer = await self._trainer_to_go_back(step)
+            await trainer.rollback(step)
+        except UsageError:
+            recorder.spared = before
+            raise
+
+    async def _trainer_to_go_back(self, step: int) -> TrainerUnit:
+        """Raises UsageError where the checkpoint or the run is none to go back with."""
         kept = [manifest.step for manifest in await asyncio.to_thread(manifests, self.rundir.checkpoints)]
         checkpoint = final_path(self.rundir.checkpoints, step)
         if step not in kept:
@@ -167,7 +178,7 @@ class Runner(ABC):
                 f"with {how} the trainer is not started again in a running run; drain the run, and begin another with "
                 f"--hf-checkpoint {checkpoint / 'hf'}"
             )
-        await self._trainer.rollback(step)
+        return self._trainer
 
     @abstractmethod
     async def _supervise(self, spec: ReplicaSpec) -> None:

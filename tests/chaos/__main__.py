@@ -7,9 +7,28 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.chaos.suite import Running, Verdict, auto_cases, cases, stop_cases, table
+from tests.chaos.kills import MOMENTS
+from tests.chaos.oracle import KINDS
+from tests.chaos.suite import BROKEN, LEFT, Running, Verdict, auto_cases, cases, stop_cases
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Kills by moment and victim, and what the oracle found."""
+    done = Counter((kill.moment, kill.victim.split("-")[0]) for verdict in verdicts for kill in verdict.done)
+    victims = tuple(dict.fromkeys(who for _, who in sorted(done)))
+    lines = [f"{'killed':12}" + "".join(f"{victim:>11}" for victim in victims) + f"{'all':>7}"]
+    for moment in (*MOMENTS, "all"):
+        row = [sum(n for (at, who), n in done.items() if who == victim and moment in (at, "all")) for victim in victims]
+        lines.append(f"{moment:12}" + "".join(f"{n:>11}" for n in row) + f"{sum(row):>7}")
+    found = Counter(fault.kind for verdict in verdicts for fault in verdict.faults)
+    compared, resumes = (sum(getattr(verdict, name) for verdict in verdicts) for name in ("compared", "resumes"))
+    lines.append(f"{len(verdicts)} runs, {resumes} resumes, {compared} rollbacks compared with their checkpoint")
+    lines.append(", ".join(f"{found[kind]} {kind}" for kind in dict.fromkeys((*KINDS, LEFT, BROKEN, *found))))
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -33,7 +52,7 @@ def main() -> int:
         started, place = time.monotonic(), home / f"{arguments.seed}-{number}"
         verdict = Running(case, place).run()
         verdicts.append(verdict)
-        sys.stdout.write(f"{case.name}: {len(verdict.done)} kills, {verdict.resumes} resumes, ")
+        sys.stdout.write(f"{case.name}: {verdict.kills} kills, {verdict.resumes} resumes, ")
         sys.stdout.write(f"{time.monotonic() - started:.0f} s: {'; '.join(map(str, verdict.done))}\n")
         more = [verdict.figures] if verdict.figures else []
         more += [f"not reached: {kill}" for kill in verdict.missed]
@@ -44,7 +63,7 @@ def main() -> int:
         else:
             shutil.rmtree(place)
         sys.stdout.flush()
-        if sum(len(one.done) for one in verdicts) >= arguments.kills:
+        if sum(one.kills for one in verdicts) >= arguments.kills:
             break
     sys.stdout.write(f"{table(verdicts)}\n")
     return 1 if any(verdict.faults for verdict in verdicts) else 0

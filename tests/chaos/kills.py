@@ -1,4 +1,5 @@
-"""What is killed, and when: a plan drawn from a seed; and what of a run is still there after its end.
+"""What is killed, and when: a plan drawn from a seed, in which a run may also be told to go back to a checkpoint; and
+what of a run is still there after its end.
 
 How each moment is recognised from outside. Processes are found by the mark in their environment, files in shared memory
 by the processes that mapped them. Other runs on the machine are never looked at.
@@ -7,8 +8,10 @@ by the processes that mapped them. Other runs on the machine are never looked at
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +20,7 @@ from pathlib import Path
 START, WARM, RUNNING, SAVE, PRUNE, RESUME, END = "start", "warm start", "running", "save", "prune", "resume", "end"
 MOMENTS = (START, WARM, RUNNING, SAVE, PRUNE, RESUME, END)
 CONTROLLER, TRAIN = "controller", "train-0"
+ROLLBACK = "rollback"  # no kill: the user has the run go back to one of its checkpoints
 EVERYTHING = "everything"  # all processes of the run at once, but the parent of --auto-resume
 WITHIN = ("generate-0", "generate-1", "reward-0", "group-0", "evaluate-0", "engines-0", "engine-0", "engine-1")
 CHAINED = ("generate-1", "reward-0", "group-0")  # may be in the process of another one
@@ -35,6 +39,8 @@ class Kill:
     stop_s: float = 0.0  # stopped for so long (SIGSTOP) in place of killed
 
     def __str__(self) -> str:
+        if self.victim == ROLLBACK:
+            return f"rollback (step {self.step} + {self.delay_s * 1000:.0f} ms)"
         stopped = f" stopped for {self.stop_s:.0f} s" if self.stop_s else ""
         return f"{self.victim}{stopped} at {self.moment} (step {self.step} + {self.delay_s * 1000:.0f} ms)"
 
@@ -48,10 +54,11 @@ HOW = {
 }  # fmt: skip
 
 
-def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list[Kill]:
+def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int, backs: int = 0) -> list[Kill]:
     """So many kills of one run, in the order in which their moments come.
 
-    A kill during a resume follows one that ended the run; start and warm start come first, the end last.
+    A kill during a resume follows one that ended the run; start and warm start come first, the end last. `backs`: how
+    often the run goes back to a checkpoint, half of the times with a kill while it does.
     """
     plan: list[Kill] = []
     moments = rng.choices(MOMENTS, weights=(1, 3 if warm_steps else 0, 5, 3, 3, 3, 2), k=kills)
@@ -63,7 +70,19 @@ def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list
         at = {START: 0, RESUME: 0, WARM: step % max(1, warm_steps), END: steps}.get(moment, step)
         victims, within_s = HOW[moment]
         plan.append(Kill(rng.choice(victims), moment, at, rng.uniform(0, within_s)))
-    return plan[:kills]
+    return with_rollbacks(rng, plan[:kills], steps=steps, backs=backs)
+
+
+def with_rollbacks(rng: random.Random, plan: list[Kill], *, steps: int, backs: int) -> list[Kill]:
+    """The same plan with rollbacks at random steps. Each takes the number of a step: the end has fewer lines."""
+    for step in sorted(rng.sample(range(2, steps - 6), backs), reverse=True):
+        later = (i for i, kill in enumerate(plan) if kill.moment not in (START, WARM) and kill.step >= step)
+        place = next(later, len(plan))
+        back = [Kill(ROLLBACK, RUNNING, step, rng.uniform(0, 0.3))]
+        if rng.random() < 0.5:
+            back.append(Kill(rng.choice((*WORST, *WITHIN)), RUNNING, step, rng.uniform(0, 4.0)))
+        plan[place:place] = back
+    return [replace(kill, step=kill.step - backs) if kill.moment == END else kill for kill in plan]
 
 
 def draw_fatal(rng: random.Random, *, steps: int, kills: int) -> list[Kill]:
@@ -169,6 +188,19 @@ class Watch:
         found = [f"process {pid}: {command(pid)}" for pid in alive]
         found += [f"{path} in shared memory" for name in sorted(self._names) if (path := SHARED / name).exists()]
         return found + [f"{path} of its sockets" for path in sorted(self.runtime.iterdir())]
+
+
+def told(run_dir: Path, **command: object) -> bool:
+    """Send a command to a run, over its control socket; whether the run did it."""
+    try:
+        address = json.loads((run_dir / "control.json").read_bytes())
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(30)
+            link.connect(address["socket"])
+            link.sendall(json.dumps({"token": address["token"], "command": command}).encode() + b"\n")
+            return bool(json.loads(link.makefile("rb").readline())["ok"])
+    except (OSError, ValueError):  # it is not up, or ends just now
+        return False
 
 
 def command(pid: int) -> str:

@@ -7,11 +7,13 @@ A history is the journal with roll-backs applied: at a `rollback` line everythin
 holds is dropped. That state is looked for among all that the history went through; where none agrees, journal and
 checkpoint disagree. In a history without fault each group is admitted once and ends once, each step is there once and
 trained a whole batch, and no token was older than the bound.
+
+Where the user had a run go back to a checkpoint, a `back` line has the version that the checkpoint's weights got: it
+takes the number of a step, for which no batch is trained. What was trained before stays so; nothing older is trained.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import struct
 import zlib
@@ -64,6 +66,8 @@ class State:
     oldest: dict[int, int] = field(default_factory=dict)  # step -> staleness
     duplicates: int = 0
     committed: bool = False  # a checkpoint of this step was written down
+    asked: str = ""  # by the user, to go back to a checkpoint, which has not happened yet
+    backs: tuple[int, ...] = ()  # steps without a batch: versions that have the weights of an earlier checkpoint
 
     def copy(self) -> State:
         parts = {name: value.copy() if hasattr(value, "copy") else value for name, value in vars(self).items()}
@@ -81,6 +85,7 @@ def judge(run_dir: Path, expected: Expected) -> list[Fault]:
     last = history[-1]
     for group in sorted(last.open):
         faults.expect(False, LOST, f"group {group} has no end")
+    faults.expect(not last.asked, LOST, f"the run was to go back {last.asked}, and did not")
     faults.expect(last.step == expected.steps, LOST, f"last step of the journal is {last.step} of {expected.steps}")
     judge_metrics(run_dir / "metrics.jsonl", history, expected, faults)
     judge_checkpoints(run_dir / "checkpoints", history, expected, faults)
@@ -124,6 +129,10 @@ def _apply(event: dict[str, Any], state: State, expected: Expected, faults: Faul
             state.committed = True
             words = f"a checkpoint of step {event['step']} is written down in step {state.step}"
             faults.expect(event["step"] == state.step, DISAGREE, words)
+        case "back":
+            _back(event["step"], state, faults)
+        case "change" if event["what"] == "rollback":
+            state.asked = event["value"]
         case "begin" | "change":  # of a start of the program, and by the user: neither touches the books
             pass
         case other:
@@ -166,11 +175,22 @@ def _step(event: dict[str, Any], state: State, expected: Expected, faults: Fault
     faults.expect(size == whole, LOST, f"step {step} trained {size} groups of {whole}")
     same = state.hashes.get(token_hash)
     faults.expect(same is None, TWICE, f"steps {same} and {step} trained the same tokens")
-    bound = expected.bound
+    bound, version = expected.bound, step - 1 - oldest
     faults.expect(oldest <= bound, STALE, f"step {step} trained tokens {oldest} versions old, over {bound}")
+    for back in state.backs[-1:]:
+        faults.expect(version >= back, STALE, f"step {step} trained version {version}, left behind by version {back}")
     state.step, state.batch, state.committed = step, [], False
     state.hashes[token_hash] = step
     state.oldest[step] = oldest
+
+
+def _back(step: int, state: State, faults: Faults) -> None:
+    if step in state.backs[-1:] and step == state.step:  # the trainer was lost before it went on
+        return
+    faults.expect(bool(state.asked), DISAGREE, f"the run went back in step {step}, and nobody had asked for it")
+    next_ = step == state.step + 1 and not state.batch
+    faults.expect(next_, DISAGREE, f"the weights that the run went back to became version {step} after {state.step}")
+    state.step, state.asked, state.committed, state.backs = step, "", False, (*state.backs, step)
 
 
 def rolled_back(history: list[State], event: dict[str, Any], faults: Faults) -> list[State]:
@@ -192,6 +212,7 @@ def rolled_back(history: list[State], event: dict[str, Any], faults: Faults) -> 
     restored = event["restored"]
     faults.expect(set(restored) <= reopened, DISAGREE, f"groups restored in step {step} were not open: {restored}")
     resumed = state.copy()
+    resumed.asked = ""  # a run that was killed before it went back resumes from its newest checkpoint
     resumed.run_generation = now = event["run_generation"]
     newer = not step or now > state.run_generation
     words = f"run generation {now} follows run generation {state.run_generation}: labels of weights repeat"
@@ -212,8 +233,8 @@ def judge_metrics(path: Path, history: list[State], expected: Expected, faults: 
     trained = [row for row in rows if "ledger/trained" in row]
     steps = [row["step"] for row in trained]
     for step in range(1, expected.steps + 1):
-        times = steps.count(step)
-        faults.expect(times == 1, TWICE if times else LOST, f"{times} rows of step {step}")
+        times, wanted = steps.count(step), 0 if step in history[-1].backs else 1
+        faults.expect(times == wanted, TWICE if times > wanted else LOST, f"{times} rows of step {step}")
     faults.expect(steps == sorted(steps), DISAGREE, f"rows are out of order: {steps}")
     after: dict[int, State] = {}
     for state in history:
@@ -277,8 +298,9 @@ def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State
     open_ = {group: (position, requeued) for group, position, requeued in ledger["open"]}
     counts = {outcome: n for outcome, n in ledger["counts"].items() if n}
     held = (manifest["step"], manifest["run_generation"], ledger["next_group"], ledger["cursor"], open_, counts)
+    held += (tuple(ledger.get("rollbacks", ())),)
     known = [
-        (state.step, state.run_generation, state.next_group, state.cursor, state.open, state.counts)
+        (state.step, state.run_generation, state.next_group, state.cursor, state.open, state.counts, state.backs)
         for state in history
         if (state.duplicates, state.batch) == (ledger["duplicates"], [])
     ]
@@ -298,43 +320,3 @@ def _groups_kept(path: Path) -> list[int]:
         found.append(group)
         place += 24 + size
     return found
-
-
-# What a run trained, for comparing runs: a sync run trains the same whatever died in it, bit for bit. The hash of a
-# batch is over its group ids, token ids and masks; rewards and all else are in the weights that come of them.
-
-OTHERWISE = "trained otherwise"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Of a complete run."""
-
-    batches: tuple[str, ...]  # the hash of each, in the order of steps
-    weights: tuple[tuple[str, str], ...]  # files of the last checkpoint's model and optimizer, and their checksums
-
-
-def trained_by(run_dir: Path, expected: Expected) -> Trained:
-    """By the history that survived."""
-    faults = Faults()
-    last = replay(list(journal(run_dir / "ledger.jsonl", faults)), expected, faults)[-1]
-    if faults:
-        raise ValueError(f"the journal of {run_dir} is not one to compare with: {faults[0].text}")
-    batches = tuple(name for name, _ in sorted(last.hashes.items(), key=lambda one: one[1]))
-    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    files = json.loads((newest / "manifest.json").read_bytes())["manifest"]["files"]
-    weights = tuple(sorted((name, files[name]["xxh3"]) for name in files if name.endswith(".safetensors")))
-    if not batches or not weights:
-        raise ValueError(f"{run_dir}: {len(batches)} steps and {len(weights)} files of weights are nothing to compare")
-    return Trained(batches, weights)
-
-
-def judge_same(found: Trained, undisturbed: Trained) -> list[Fault]:
-    """Where a run differs from the undisturbed one: its first batch that does, and its weights."""
-    faults = Faults()
-    both = itertools.zip_longest(found.batches, undisturbed.batches)
-    step = next((at for at, (one, other) in enumerate(both, 1) if one != other), 0)
-    faults.expect(not step, OTHERWISE, f"step {step} trained other tokens than in the undisturbed run")
-    same = found.weights == undisturbed.weights
-    faults.expect(same, OTHERWISE, "the weights differ from those of the undisturbed run")
-    return faults

@@ -19,14 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.chaos import asking, calls, kills
-from tests.chaos.kills import CHAINED, EVERYTHING, FATAL, MARK, MAY_END, MOMENTS, PRUNE, RUNNING, SAVE, Kill
-from tests.chaos.oracle import KINDS, Expected, Fault, Trained, judge, judge_same, trained_by
+from tests.chaos.compared import Rollbacks, Trained, judge_same, trained_by
+from tests.chaos.kills import CHAINED, EVERYTHING, FATAL, MARK, MAY_END, PRUNE, ROLLBACK, RUNNING, SAVE, Kill
+from tests.chaos.oracle import Expected, Fault, judge
 
 ROOT = Path(__file__).parent.parent.parent
 LEFT, BROKEN = "left over", "did not end"
@@ -78,8 +78,13 @@ class Verdict:
     done: list[Kill] = field(default_factory=list)
     missed: list[Kill] = field(default_factory=list)  # their moment never came
     resumes: int = 0
+    compared: int = 0  # rollbacks whose checkpoint was seen, and has the weights of the one that was chosen
     faults: list[Fault] = field(default_factory=list)
     figures: str = ""
+
+    @property
+    def kills(self) -> int:
+        return sum(kill.victim != ROLLBACK for kill in self.done)
 
 
 def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bool = False) -> list[str]:
@@ -145,7 +150,8 @@ def cases(seed: int, count: int, kind: str = "", home: Path = ROOT) -> Iterator[
         else:
             warm, computes = rng.random() < 0.3, number % 5 == 4
             given = flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4), computes=computes, warm=warm)
-            drawn = kills.draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(4, 10))
+            many, backs = rng.randrange(4, 10), rng.choice((0, 1, 1, 2))
+            drawn = kills.draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=many, backs=backs)
             yield Case(f"{name}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
 
 
@@ -186,7 +192,7 @@ class Running:
         runtime = Path(tempfile.mkdtemp(prefix="chaos-"))  # a path of sockets is short, whatever `home` is
         self._mark = secrets.token_hex(8)
         self._watch = kills.Watch(self._mark, runtime)
-        self._seen = kills.Seen(self._run_dir, KEEP)
+        self._seen, self._backs = kills.Seen(self._run_dir, KEEP), Rollbacks(self._run_dir)
         self._calls = home / "calls"
         self._calls.mkdir()
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
@@ -214,12 +220,13 @@ class Running:
                 faults += judge(self._run_dir / "warm_start", Expected(WARM_STEPS, BATCH, BOUND, KEEP))
         faults += [Fault(LEFT, text) for text in self._watch.left()]
         shutil.rmtree(self._watch.runtime)
-        self.verdict.missed += self._left
+        self.verdict.missed, self.verdict.compared = self.verdict.missed + self._left, self._backs.compared
         return self.verdict
 
     def _once(self, flags: Sequence[str]) -> bool:
         """One life of the program; whether it has to be resumed."""
         deadline, killed, self._may_end = time.monotonic() + LIMIT_S, False, False
+        self._backs.forget()
         with self._log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "launch.py"), *flags],
@@ -241,8 +248,9 @@ class Running:
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         """For the end, and look at what the run holds meanwhile."""
         self._watch.look()
+        self.verdict.faults += self._backs.look()
         try:
-            process.wait(0.2)
+            process.wait(0.05)
         except subprocess.TimeoutExpired:
             return
 
@@ -253,6 +261,7 @@ class Running:
         while not reached():
             if process.poll() is not None or time.monotonic() > deadline:
                 return False
+            self.verdict.faults += self._backs.look()
             if self._overtaken():
                 self.verdict.missed.append(self._left.pop(0))
                 return False
@@ -261,6 +270,9 @@ class Running:
                 looked = time.monotonic()
             time.sleep(0.002)
         time.sleep(kill.delay_s)
+        if kill.victim == ROLLBACK:
+            self.verdict.done += [self._left.pop(0)] if self._backs.ask(kill) else []
+            return False
         victims = self._victims(kill, process)
         if not victims or process.poll() is not None:
             return False
@@ -327,17 +339,3 @@ class Running:
 
     def _last_words(self) -> str:
         return self._log.read_text(errors="replace")[-600:]
-
-
-def table(verdicts: Sequence[Verdict]) -> str:
-    """Kills by moment and victim, and what the oracle found."""
-    done = Counter((kill.moment, kill.victim.split("-")[0]) for verdict in verdicts for kill in verdict.done)
-    victims = tuple(dict.fromkeys(who for _, who in sorted(done)))
-    lines = [f"{'killed':12}" + "".join(f"{victim:>11}" for victim in victims) + f"{'all':>7}"]
-    for moment in (*MOMENTS, "all"):
-        row = [sum(n for (at, who), n in done.items() if who == victim and moment in (at, "all")) for victim in victims]
-        lines.append(f"{moment:12}" + "".join(f"{n:>11}" for n in row) + f"{sum(row):>7}")
-    found = Counter(fault.kind for verdict in verdicts for fault in verdict.faults)
-    lines.append(f"{len(verdicts)} runs, {sum(verdict.resumes for verdict in verdicts)} resumes")
-    lines.append(", ".join(f"{found[kind]} {kind}" for kind in dict.fromkeys((*KINDS, LEFT, BROKEN, *found))))
-    return "\n".join(lines)

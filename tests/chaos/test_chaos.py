@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kills import CONTROLLER, END, EVERYTHING, PRUNE, RESUME, RUNNING, SAVE, TRAIN, Kill
-from tests.chaos.oracle import trained_by
+from tests.chaos.compared import trained_by
+from tests.chaos.kills import CONTROLLER, END, EVERYTHING, PRUNE, RESUME, ROLLBACK, RUNNING, SAVE, TRAIN, Kill
 from tests.chaos.suite import AUTO, Case, Running, calls_flags, flags, sync_flags
 
 pytestmark = pytest.mark.slow
@@ -30,6 +30,23 @@ def test_six_kills_lose_nothing(tmp_path: Path) -> None:
     assert verdict.faults == []
     assert len(verdict.done) >= len(KILLS) - 1, verdict.missed  # the end may come before its kill
     assert verdict.resumes == 2  # of the controller: with a checkpoint after each step a killed trainer goes on
+
+
+BACK_KILLS = (
+    Kill(ROLLBACK, RUNNING, 3, 0.0),
+    Kill(TRAIN, RUNNING, 3, 1.0),  # while it goes back
+    Kill("engine-0", RUNNING, 7, 0.05),
+    Kill(ROLLBACK, RUNNING, 8, 0.001),
+    Kill(CONTROLLER, RUNNING, 10, 0.1),
+)
+
+
+def test_a_run_that_goes_back_while_it_is_killed_keeps_its_books_and_has_the_weights_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    verdict = Running(Case("back", tuple(flags(seed=4)), BACK_KILLS), tmp_path).run()
+    assert verdict.faults == []
+    assert (verdict.missed, verdict.kills, verdict.compared, verdict.resumes) == ([], 3, 2, 1)
 
 
 RESUMED_KILLS = (Kill(CONTROLLER, SAVE, 3, 0.002), Kill(EVERYTHING, RUNNING, 12, 0.05))

@@ -22,10 +22,11 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.chaos import kills, oracle
+from tests.chaos import compared, kills, oracle
 from tests.chaos.calls import UNSURE, judge_calls
+from tests.chaos.compared import OTHERWISE, Rollbacks, Trained, judge_same
 from tests.chaos.kills import MARK, RUNNING, SHARED, WARM, Kill, Seen, Watch
-from tests.chaos.oracle import DISAGREE, LOST, OTHERWISE, STALE, TWICE, Expected, Trained, judge, judge_same
+from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
 from tests.chaos.suite import cases
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
@@ -193,6 +194,94 @@ def test_each_fault_is_seen(tmp_path: Path, name: str) -> None:
     assert [text for of, text in faults if of == kind and re.search(words, text)], faults
 
 
+ASKED = {"type": "change", "step": 2, "what": "rollback", "value": "to step 1"}
+BACK = {"type": "back", "step": 3}
+LIFE = {"type": "rollback", "step": 2, "run_generation": 1, "next_group": 4, "reopened": [], "restored": []}
+
+
+def goes_back(run: Run) -> None:
+    """The user has the run go back from step 2 to step 1, whose weights become version 3; step 4 follows."""
+    run.journal = [
+        *map(admit, range(4)), *batch(1, 0, 1), commit(1), *batch(2, 2, 3, oldest=1), ASKED, *map(admit, range(4, 7)),
+        BACK, settle(4, "stale", 3), BACK, commit(3), *batch(4, 5, 6), commit(4),
+    ]  # fmt: skip
+    run.rows = [run.row(1, 0, open_=2), run.row(2, 1, open_=0), run.row(4, 0, open_=0)]
+    run.rows[2] |= {"ledger/trained": 6.0, "ledger/stale": 1.0}
+    run.kept = {"step-00000003": [5], "step-00000004": []}
+    run.checkpoints = {
+        "step-00000003": run.manifest(3, next_group=7, open_=[[5, 5, 0], [6, 6, 0]], trained=4),
+        "step-00000004": run.manifest(4, next_group=7, open_=[], trained=6),
+    }
+    for manifest in run.checkpoints.values():
+        manifest["run_generation"], manifest["ledger"]["rollbacks"] = 0, [3]
+        manifest["ledger"]["counts"]["stale"] = 1
+
+
+def killed_before(run: Run) -> None:
+    """The first time it was killed before it went back, and so resumed from its newest checkpoint."""
+    replaced(ASKED, commit(2), ASKED, LIFE, ASKED)(run)
+    for manifest in run.checkpoints.values():
+        manifest["run_generation"] = 1
+
+
+WENT_BACK: dict[str, tuple[Change, str, str]] = {
+    "as it is": (lambda run: None, "", ""),
+    "killed before it went back": (killed_before, "", ""),
+    "killed, and went back then": (
+        lambda run: [killed_before(run), replaced(ASKED)(run)], DISAGREE, "nobody had asked"),
+    "a token of before": (replaced(step(4), step(4, 1)), STALE, "step 4 trained version 2, left behind by version 3"),
+    "nobody asked": (replaced(ASKED), DISAGREE, "went back in step 3, and nobody had asked for it"),
+    "it did not happen": (lambda run: [run.journal.remove(BACK) for _ in "12"], LOST, "was to go back to step 1, and"),
+    "the version of a step": (
+        replaced(BACK, BACK | {"step": 2}), DISAGREE, "the run went back to became version 2 after 3"),
+    "a version left out": (lambda run: run.journal.insert(-5, BACK | {"step": 5}), DISAGREE, "became version 5 after"),
+    "a row of no batch": (lambda run: run.rows.insert(2, run.row(3, 0, open_=2)), TWICE, "1 rows of step 3"),
+    "a checkpoint that forgot": (ledger("step-00000004", rollbacks=[]), DISAGREE, "books that the journal never had"),
+    "trained before and after": (
+        replaced(settle(6, "trained", 4), settle(2, "trained", 4)), TWICE, "group 2 .* was trained before"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WENT_BACK)
+def test_a_run_that_went_back_is_judged_by_what_that_may_do(tmp_path: Path, name: str) -> None:
+    change, kind, words = WENT_BACK[name]
+    run = Run()
+    goes_back(run)
+    change(run)
+    faults = judge(run.write(tmp_path), Expected(steps=4, groups_per_step=2, bound=2))
+    assert bool(faults) == bool(kind), faults
+    assert not kind or [one for one in faults if one.kind == kind and re.search(words, one.text)], faults
+
+
+def test_the_weights_that_a_run_went_back_to_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(compared, "told", lambda run_dir, **command: told.append(command) or True)
+    backs = Rollbacks(tmp_path)
+    kill = Kill("rollback", RUNNING, 2, 0.001)
+
+    def save(step: int, weights: str, *rollbacks: int) -> None:
+        directory = tmp_path / "checkpoints" / f"step-{step:08d}"
+        directory.mkdir(parents=True)
+        files = {"hf/model.safetensors": {"xxh3": weights}, "buffer.msgpack": {"xxh3": f"buffer {step}"}}
+        manifest = {"files": files, "ledger": json.dumps({"rollbacks": rollbacks})}
+        (directory / "manifest.json").write_text(json.dumps({"manifest": manifest}))
+
+    assert not backs.ask(kill), "there is no checkpoint yet"
+    for step, weights in ((1, "one"), (2, "two")):
+        save(step, weights)
+    assert backs.ask(kill)
+    assert told == [{"type": "rollback", "step": 2}]
+    save(3, "three")  # was on its way
+    assert (backs.look(), backs.compared) == ([], 0)
+    save(4, "two", 4)
+    assert (backs.look(), backs.compared) == ([], 1)
+    assert backs.ask(Kill("rollback", RUNNING, 2, 0.002))
+    save(5, "one", 4, 5)
+    assert [fault.text for fault in backs.look()] == [
+        "step-00000005, to which the run went back, has not the weights of step-00000003"
+    ]
+
+
 def test_what_is_wrong_with_files_is_seen(tmp_path: Path) -> None:
     for name in ("ledger.jsonl", f"checkpoints/{NEWEST}/manifest.json", f"checkpoints/{NEWEST}/weights"):
         home = Run().write(tmp_path / name.replace("/", "-"))
@@ -228,13 +317,13 @@ def test_what_is_left_running_or_in_shared_memory_is_seen(tmp_path: Path) -> Non
     assert watch.left() == []
 
 
-@pytest.mark.parametrize("module", [oracle, kills])
+@pytest.mark.parametrize("module", [oracle, kills, compared])
 def test_the_oracle_shares_no_code_with_the_run(module: Any) -> None:
     allowed = {*sys.stdlib_module_names, "xxhash"}
     for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert {name.split(".")[0] for name in names} <= allowed
+        assert {name.split(".")[0] for name in names if not name.startswith("tests.chaos.")} <= allowed
 
 
 ALONE = Trained(("a", "b", "c"), (("hf/model.safetensors", "1"), ("trainer/optimizer.safetensors", "2")))

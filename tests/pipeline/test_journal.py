@@ -52,6 +52,7 @@ from pipeline.record.journal import (
     JournalDamaged,
     RolledBack,
     Stepped,
+    WentBack,
     audit,
     read_journal,
     resumed_time,
@@ -238,6 +239,9 @@ async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
     assert '"perf/effective_training_time":0.8' in rundir.metrics.read_text()
     clock[0] = 900.0
     with Recorder(Config(), rundir, resume_step=1) as resumed:
+        await resumed.step(StepDone(2, 2, (), {}, 0, rolled_back=True))
+        resumed.journal.flush()
+        assert list(read_journal(rundir.ledger))[-1] == WentBack(2)
         assert resumed.began == Began(1900.0, 1127.0)
         assert (resumed.effective.former_s, resumed.effective.steps) == (27.0, {1: 10.0})
 

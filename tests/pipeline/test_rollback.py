@@ -5,13 +5,23 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 from launching import SIMULATED, SMALL, Finished, finish, made_model, start
 
 import launch as program
-from pipeline.record.journal import Stepped, read_journal
+from configs.schema import Config
+from models.checkpoint import draft_path
+from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir
+from pipeline.record.journal import Stepped, WentBack, read_journal
 from pipeline.record.metrics import read_metrics
+from pipeline.record.recorder import Recorder
+from pipeline.supervise.runner import TaskRunner
+from stages.messages import CheckpointReady
 from stages.prompts.ledger import Ledger
 from stages.staleness_gate import StalenessGate
 from tests.pipeline.test_kill import kill_and_await, pids, wait_for_steps, wait_until
@@ -33,7 +43,9 @@ def went_back(process: subprocess.Popen[str], run_dir: Path, step: int) -> int:
 def check(done: Finished, version: int) -> None:
     """The version's number is that of no batch, each other step is there once, and later ones train younger tokens."""
     done.check()
-    steps = [event for event in read_journal(done.run_dir / "ledger.jsonl") if isinstance(event, Stepped)]
+    events = list(read_journal(done.run_dir / "ledger.jsonl"))
+    assert {event.step for event in events if isinstance(event, WentBack)} == {version}
+    steps = [event for event in events if isinstance(event, Stepped)]
     assert [event.step for event in steps] == [step for step in range(1, STEPS + 1) if step != version]
     rows = [int(row["step"]) for row in read_metrics(done.run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert rows == [event.step for event in steps]
@@ -77,6 +89,33 @@ def test_a_trainer_that_is_lost_while_it_goes_back_goes_back(tmp_path: Path) -> 
     done = finish(process, run_dir)
     check(done, version)
     assert done.summary["restarts"] == {"train-0": 2}
+
+
+async def test_the_chosen_checkpoint_stays_until_the_run_has_gone_back_to_it(tmp_path: Path) -> None:
+    """A checkpoint of a step that was done before may be on its way, and would remove the chosen one."""
+    observe = {"use_tensorboard": False, "trace": False}
+    config = msgspec.convert({"observe": observe, "checkpoint": {"keep_last_n": 1}}, Config)
+    runner = object.__new__(TaskRunner)
+    ledger = Ledger()
+    with RunDir(tmp_path / "run").open(resume=False) as rundir, Recorder(config, rundir) as recorder:
+
+        async def save(step: int) -> list[str]:
+            draft = draft_path(rundir.checkpoints, step)
+            draft.mkdir()
+            await recorder.commit(CheckpointReady(step, step, str(draft)), ledger.snapshot())
+            return sorted(path.name for path in rundir.checkpoints.iterdir())
+
+        trainer = SimpleNamespace(rollback=AsyncMock())
+        vars(runner).update(lifecycle=SimpleNamespace(recorder=recorder), rundir=rundir, config=config)
+        vars(runner).update(_trainer=trainer)
+        await save(1)
+        await runner.rollback(1)
+        trainer.rollback.assert_awaited_once_with(1)
+        with pytest.raises(UsageError, match="no checkpoint of step 9 is kept, but of 1;"):
+            await runner.rollback(9)
+        assert await save(2) == ["step-00000001", "step-00000002"]
+        ledger.rollbacks = (3,)
+        assert await save(3) == ["step-00000003"]
 
 
 def test_what_is_older_than_the_rollback_is_as_good_as_too_old() -> None:
