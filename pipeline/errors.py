@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
 from stages.errors import Starved
 
 EXIT_USER_ERROR = 2  # of a started process, for a mistake of the user
+OURS = ("launch", "pipeline", "stages", "models", "transport", "configs")  # what cannot be imported there is a defect
 EXIT_DISK_FULL = 28  # of a started process whose log may have no room for the reason
 
 
@@ -124,6 +126,9 @@ def user_error(error: BaseException) -> str | None:
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
     if too_many_files(error):
         return file_limit()
+    missing = next((one for one in (error, error.__cause__) if isinstance(one, ImportError)), None)
+    if missing is not None and str(missing.name).partition(".")[0] not in OURS:
+        return f"a package cannot be imported ({error}); install it for {sys.executable}, or do without what needs it"
     from transport.errors import AddressError, SecurityError  # loads zmq, which readers of a run's files do without
 
     return str(error) if isinstance(error, UserFault | AddressError | SecurityError) else None

@@ -199,7 +199,7 @@ def _arguments(argv: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
     parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
-    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", type=str.lower)
     parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
     parser.add_argument("--fault-plan", dest="faults", metavar="JSON", help="faults on purpose, FaultPlan as JSON")
     parser.add_argument("--stream-interval", type=int, default=0, help="tokens of a chunk; 0: only at a response's end")

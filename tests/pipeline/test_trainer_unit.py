@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from fake_servers import Told
 
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree
-from pipeline.errors import ReplicaFailed, UsageError, exit_code
+from pipeline.errors import ReplicaFailed, UsageError, exit_code, user_error
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
@@ -63,6 +64,14 @@ def test_what_a_process_of_the_unit_ends_with() -> None:
     assert exit_code(RanksDisagree("x")) == 1
     assert exit_code(OSError(28, "No space left on device")) == 28
     assert exit_code(ValueError("x")) == 1
+    assert exit_code(ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")) == 2
+    assert exit_code(ImportError("This model needs flash_attn: pip install flash_attn")) == 2
+    assert exit_code(ImportError("cannot import name 'x'", name="models.train")) == 1, "a defect"
+    lazily = RuntimeError("Failed to import transformers.models.x because of No module named 'y'")
+    lazily.__cause__ = ModuleNotFoundError("No module named 'y'", name="y")
+    assert exit_code(lazily) == 2
+    words = f"a package cannot be imported \\(Failed .* 'y'\\); install it for {sys.executable}, or do without"
+    assert re.match(words, user_error(lazily) or "")
 
 
 def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:

@@ -96,6 +96,10 @@ def test_bad_arguments_are_one_clear_line(tmp_path: Path) -> None:
     refused = subprocess.run([*command, '{"engine_slot": 3}'], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr == "error: Object contains unknown field `engine_slot`\n"
+    refused = subprocess.run([*command, "{}", "--log-level", "loud"], capture_output=True, text=True, check=False)
+    assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
+    words = "error: argument --log-level: invalid choice: 'loud' (choose from 'debug', 'info', 'warning', 'error')"
+    assert refused.stderr.splitlines()[-1].endswith(words)
 
 
 async def test_a_port_in_use_is_one_clear_error() -> None:
