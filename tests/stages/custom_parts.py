@@ -76,6 +76,11 @@ def grade(response: str, label: str | None, metadata: Mapping[str, object]) -> d
     return {"score": float(len(response)), "words": float(len(response.split()))}
 
 
+def words_alone(response: str, label: str | None, metadata: Mapping[str, object]) -> dict[str, float]:
+    """Its answer has no score."""
+    return {"words": float(len(response.split())), "characters": float(len(response))}
+
+
 def newest_first(waiting: Sequence[RolloutSlice], version: int) -> int:
     """A buffer order."""
     return len(waiting) - 1

@@ -138,6 +138,26 @@ def test_what_a_process_does_not_speak_for_is_left_out(trio: Trio) -> None:
     assert [part.tolist() for part in found] == [[1.5], [2.5, 3.5]]
 
 
+def test_a_gradient_that_no_share_has_stays_absent(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer would move a parameter by its momentum, or its decay, for a gradient of zeros."""
+    mine, elsewhere, nowhere = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    mine.grad = torch.tensor([1.0, 2.0])
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
+        """With a share that has the gradients (10, 20) and (30, 40) of the first two."""
+        if op is not None:
+            tensor.copy_(torch.maximum(tensor, torch.tensor([1, 1, 0], dtype=torch.uint8)))
+        else:
+            tensor += torch.tensor([10.0, 20.0, 30.0, 40.0])
+
+    group = trio(b"", b"")
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    group.all_reduce_gradients([mine, elsewhere, nowhere])
+    assert [None if one.grad is None else one.grad.tolist() for one in (mine, elsewhere, nowhere)] == [
+        [11.0, 22.0], [30.0, 40.0], None
+    ]  # fmt: skip
+
+
 # ---------------------------------------------------------------------- how a batch is computed
 
 # name -> changes of the packing, options

@@ -83,6 +83,14 @@ async def test_the_row_names_its_grader_and_a_custom_one_wins_over_both() -> Non
     assert (sample.reward, sample.reward_parts) == (2.0, {"score": 9.0, "words": 2.0})
 
 
+async def test_the_key_names_the_score_of_an_answer_without_one() -> None:
+    grader = {"custom_rm_path": "tests.stages.custom_parts:words_alone", "reward_workers": 1}
+    (sample,) = await graded(said(0, "two words"), reward_key="words", **grader)
+    assert (sample.reward, sample.reward_parts) == (2.0, {"score": 2.0, "words": 2.0, "characters": 9.0})
+    (sample,) = await graded(said(0, "two words"), **grader)
+    assert "needs a number under 'score'; its keys: words, characters" in (sample.error or "")
+
+
 @pytest.mark.parametrize(("grader", "reads_all"), [("gsm8k_flex", False), (r"format:.*42\].*", True), (GRADE, True)])
 async def test_what_a_tool_said_is_no_answer(grader: str, reads_all: bool) -> None:
     """A number is right where the model stated it behind the tool's result. Some graders look at the whole response."""
