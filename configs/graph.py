@@ -134,6 +134,13 @@ def frozen_engines(config: Config) -> dict[str, str]:
     return {name: place for name, _, place in (entry.partition("=") for entry in config.engine.frozen_engine)}
 
 
+def engines_started(config: Config) -> int:
+    """All engines that the run starts: of rollouts, of frozen models and of evaluations alone."""
+    frozen = sum(not is_address(place) for place in frozen_engines(config).values())
+    own = 0 if config.sglang.rollout_external_engine_addrs else engine_count(config)
+    return own + frozen + evaluation_engines(config).count("")
+
+
 def is_address(place: str) -> bool:
     """Whether a frozen engine is one that runs already, at this address."""
     return place.startswith(("http://", "https://"))

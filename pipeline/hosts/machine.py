@@ -31,10 +31,11 @@ from typing import Final
 from msgspec import Struct
 
 import pipeline
+from configs.graph import engines_started
 from configs.plan.gpus import gpus_of
 from configs.schema import Config
 from models.disk import open_file
-from models.train.trainer_group.rank_spec import needs_trainer_group
+from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError, file_limit
 from pipeline.facts.stats import visible
 
@@ -285,6 +286,22 @@ def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[
     elif trainer is not None and not config.asynchrony.colocate:
         taken = tuple(visible[trainer : trainer + 1])
     return slices(visible, engines, config.sglang.rollout_num_gpus_per_engine, taken)
+
+
+def shared_gpu_faults(config: Config) -> Iterator[str]:
+    """SGLang takes most of a GPU when it starts, whatever a trainer beside it needs; see `engines_gpus`."""
+    visible, trainer, args = gpus_to_divide(config), trainers_gpu(config), config.sglang.sglang_args
+    if not visible or trainer is None or config.asynchrony.colocate:
+        return
+    held = visible[trainer : trainer + processes_of(config.parallel)]
+    engines = {gpu for one in engines_gpus(config, visible, engines_started(config)) for gpu in one}
+    shared = [gpu for gpu in held if gpu in engines]
+    if shared and not {"mem_fraction_static", "mem-fraction-static"} & args.keys():
+        yield (
+            f"--engine sglang is on GPU {', '.join(shared)}, which the trainer has as well, for {len(visible)} are "
+            "visible, and takes nearly all of its memory; divide it with --sglang-mem-fraction-static 0.4, take turns "
+            "with --mode sync --colocate, or give the run more GPUs (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def child_environment(threads: int) -> dict[str, str]:

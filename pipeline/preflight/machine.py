@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from configs.graph import engine_count, evaluation_engines, frozen_engines, is_address
+from configs.graph import engines_started, evaluation_engines, frozen_engines, is_address
 from configs.schema import Config, generates
 from configs.schema.run import batch_file
 from models.engines.client import EngineClient
@@ -99,9 +99,7 @@ def check_weights(config: Config) -> None:
 def check_ports(config: Config) -> None:
     """Ports that are named are free. Those of a cluster's nodes are seen at the start."""
     first, observe = config.engine.engine_port, config.observe
-    started = 0 if config.sglang.rollout_external_engine_addrs else engine_count(config)
-    started += sum(not is_address(place) for place in frozen_engines(config).values())
-    started += evaluation_engines(config).count("")
+    started = engines_started(config)
     ports = {port: ("--engine-port", HOST) for port in range(first, first + started) if config.run.runner != "ray"}
     if observe.prometheus_port in ports and observe.prometheus_port:
         raise UsageError(

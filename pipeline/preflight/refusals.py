@@ -33,7 +33,7 @@ from models.errors import LaunchError
 from models.train.megatron.options import option_faults
 from pipeline.errors import NotHere, Refused, UsageError, user_error
 from pipeline.facts.run_log import show_line
-from pipeline.hosts.machine import ROOT, child_environment, visible_gpus
+from pipeline.hosts.machine import ROOT, child_environment, shared_gpu_faults, visible_gpus
 from stages.agents.worker import Hosted
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.data.prepare import Preparer, render_of
@@ -48,6 +48,7 @@ from stages.reward.judge import load_template
 from stages.user_functions import functions_of, graders_of
 
 LIMIT_S = 120.0  # to import modules of the user, as a grader process has
+AUTO = "auto"  # a grader that is decided when the labels are known
 
 
 def check_environments(config: Config) -> None:
@@ -132,9 +133,6 @@ def _output(
     if done.returncode:
         raise UsageError(f"{what} ended its process (exit status {done.returncode}); its error output stands above")
     return done.stdout
-
-
-AUTO = "auto"  # decided when the labels are known
 
 
 def check_trainer(config: Config) -> None:
@@ -302,6 +300,7 @@ def _sglang_faults(config: Config, installed: Installed, wanted: Sequence[Part])
         yield from faults
         if not faults:
             tensor_parallel(config, installed)
+        yield from shared_gpu_faults(config) if installed.cuda else ()
     for part in wanted:
         if part != "server":
             require_router(part, installed)

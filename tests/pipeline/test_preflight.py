@@ -36,12 +36,13 @@ from test_kill import wait_for_steps
 import launch as program
 from configs.command_line import parse
 from configs.load import load, load_arguments, recipe_names, with_work
-from configs.rules.validate import checked
+from configs.rules.validate import checked, checked_flags
 from configs.schema import Config
-from models.engines.launch.environment import Installed
+from models.engines.launch.environment import Installed, probe
 from models.errors import UserFault
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.errors import Refused, UsageError, check_repeatable
+from pipeline.hosts.machine import shared_gpu_faults
 from pipeline.preflight.data import prepare, with_data
 from pipeline.preflight.refusals import (
     check_graders,
@@ -316,6 +317,40 @@ def test_a_missing_environment_is_a_usage_error(tmp_path: Path, environment: Fak
 
 
 CUDA = Installed(python="python", python_version="3.11", cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "shared"),
+    [
+        ("0", "", "0"),
+        ("4,5", "--scale engine=2", "4"),
+        ("4,5", "--eval-engines 1 --eval-prompt-data held=arithmetic --eval-interval 2", "4"),
+        ("0,1", "", None),
+        ("0,1", "--train-device cuda:1", None),
+        ("0,1,2", "--train-backend fsdp --actor-num-gpus-per-node 2 --scale engine=2", "0, 1"),
+        ("0", "--train-device cpu", None),
+        ("0", "--sglang-mem-fraction-static 0.4", None),
+        ("0", "--mode sync --colocate", None),
+        ("", "", None),
+    ],
+)
+def test_sglang_on_the_trainers_gpu_is_refused_unless_its_memory_or_its_time_is_divided(
+    gpus: str, flags: str, shared: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = checked_flags([*SMALL, "--hf-checkpoint", "tiny-arithmetic", "--engine", "sglang", *flags.split()])
+    found = list(shared_gpu_faults(config))
+    assert len(found) == (shared is not None)
+    assert shared is None or found[0].startswith(f"--engine sglang is on GPU {shared}, which the trainer has as well")
+
+
+def test_sglang_that_sees_no_gpu_shares_none(environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert prepare_sglang(make_config(engine=SGLANG)).cuda is False
+    on_a_gpu = msgspec.structs.replace(probe(environment.python, ("server", "router")), cuda=True)
+    monkeypatch.setattr("pipeline.preflight.refusals.probe", lambda python, wanted: on_a_gpu)
+    with pytest.raises(Refused, match=r"divide it with --sglang-mem-fraction-static 0\.4, take turns .* --colocate"):
+        prepare_sglang(make_config(engine=SGLANG))
 
 
 @pytest.mark.parametrize(
