@@ -29,6 +29,7 @@ from models.errors import SlotDirectoryError
 PREFIX: Final = "sluice-"
 OWNER_FILE: Final = "owner.pid"
 LEFT_BEHIND_FILE: Final = "left_behind"
+TORCH: Final = "torch_"  # begins the names that torch gives to shared memory; the number of its process follows
 SWEPT_S: Final = 10.0  # wait at most so long for another process that removes the directory
 DRAFT_S: Final = 60.0  # a younger draft may be about to be locked
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -101,6 +102,7 @@ class DirectoryLease:
         """Remove the directory and give up the lock. May be called twice."""
         if self._lock < 0:
             return
+        remove_listed(self.directory)
         shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
@@ -179,8 +181,24 @@ def remove_listed(directory: Path) -> None:
     with contextlib.suppress(OSError):  # none was listed
         for path in map(Path, read_file(directory / LEFT_BEHIND_FILE).decode().splitlines()):
             if path.parent == SHARED_MEMORY:
-                with contextlib.suppress(OSError):  # it is gone already
-                    path.unlink()
+                remove_left_behind(path)
+
+
+def torch_files(pid: int) -> Path:
+    """Pattern of the files in shared memory that torch makes in a process, and that stay when it is killed: buckets of
+    the route `tensor`."""
+    return SHARED_MEMORY / f"{TORCH}{pid}_*"
+
+
+def remove_left_behind(path: Path) -> None:
+    """Remove a file of shared memory, or those of a `torch_files` whose process has ended."""
+    found = [path]
+    if path.name.startswith(TORCH):
+        number = path.name.removeprefix(TORCH).partition("_")[0]
+        found = [] if Path("/proc", number).exists() else list(SHARED_MEMORY.glob(path.name))
+    for file in found:
+        with contextlib.suppress(OSError):  # it is gone already, or another user's
+            file.unlink()
 
 
 def _abandoned_drafts(root: Path) -> list[Path]:

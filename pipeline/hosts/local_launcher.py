@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.weights.slot_directory import list_left_behind
+from models.weights.slot_directory import list_left_behind, remove_left_behind, torch_files
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import machine
 from pipeline.hosts.die_with_parent import kill_group, prefix
@@ -269,6 +269,8 @@ class LocalLauncher(Launcher):
             start = path.stat().st_size if path.exists() else 0
             kept = await self._kept.start(spec.name, spec.argv, env, path, spec.note)
             return LocalHandle(spec, kept, path, start, self._kept.directory)
+        if (ended := self.handles.get(spec.name)) is not None:
+            remove_left_behind(torch_files(ended.pid))
         with path.open("ab") as log:
             start = log.tell()
             process = await asyncio.create_subprocess_exec(
@@ -280,6 +282,9 @@ class LocalLauncher(Launcher):
                 env=env,
                 start_new_session=True,  # Ctrl-C is for the controller
             )
+        if spec.ours and not spec.sweep:  # a stage, which may pass weights in shared memory
+            with contextlib.suppress(OSError):  # the list is for the next start after a kill
+                list_left_behind(self.rundir.sockets, [torch_files(process.pid)])
         return LocalHandle(spec, process, path, start, self.rundir.sockets)
 
 

@@ -622,6 +622,30 @@ def test_what_a_killed_runs_processes_left_in_shared_memory_goes_with_its_direct
         mine.unlink(missing_ok=True)
 
 
+def test_what_torch_left_of_a_killed_process_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    numbers = [f"{pid}_{os.getpid()}_{n}" for pid in (ended.pid, os.getpid()) for n in "01"]
+    files = [slot_directory.SHARED_MEMORY / f"torch_{number}" for number in numbers]
+    other = slot_directory.SHARED_MEMORY / f"torch_{ended.pid}9_{os.getpid()}"
+    for release in ("stale", "ended"):
+        for path in (*files, other):
+            path.write_text("x")
+        try:
+            lease = slot_directory.DirectoryLease(tmp_path / f"{slot_directory.PREFIX}{release}")
+            patterns = [slot_directory.torch_files(pid) for pid in (ended.pid, os.getpid())]
+            slot_directory.list_left_behind(lease.directory, patterns)
+            if release == "stale":
+                os.close(lease._lock)
+                assert slot_directory.remove_stale(tmp_path) == [lease.directory]
+            else:
+                lease.release()
+            assert [path.exists() for path in (*files, other)] == [False, False, True, True, True]
+        finally:
+            for path in (*files, other):
+                path.unlink(missing_ok=True)
+
+
 @pytest.mark.slow
 def test_a_draft_is_left_to_its_maker_for_a_while(tmp_path: Path) -> None:
     """Its maker may be about to lock it; one of a killed maker is empty, or has a lock that nobody holds."""

@@ -30,7 +30,7 @@ from models.engines.access_token import read_token
 from models.engines.client import EngineClient
 from models.engines.launch.command import Launch, with_token
 from models.train.trainer_group.rank_spec import PeerGone
-from models.weights.slot_directory import LEFT_BEHIND_FILE
+from models.weights.slot_directory import LEFT_BEHIND_FILE, torch_files
 from pipeline.errors import ReplicaFailed, UsageError, leaf
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import threads
@@ -119,6 +119,27 @@ async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -
     finally:
         for name in names:
             name.unlink(missing_ok=True)
+
+
+async def test_what_torch_left_in_shared_memory_goes_when_a_killed_stage_starts_again(rundir: RunDir) -> None:
+    script = """
+        import time
+        from models.weights.transfer import SharedBuffer
+        buffer = SharedBuffer(4096)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    launcher, spec = LocalLauncher(rundir), ProcessSpec("engines-0", (sys.executable, "-c", textwrap.dedent(script)))
+    process = await launcher.spawn(spec)
+    await eventually(lambda: "ready" in process.log.read_text())
+    pattern = torch_files(process.pid)
+    assert list(pattern.parent.glob(pattern.name)) != []
+    assert (rundir.sockets / LEFT_BEHIND_FILE).read_text() == f"{pattern}\n"
+    assert await process.kill() == -signal.SIGKILL
+    assert list(pattern.parent.glob(pattern.name)) != [], "an engine may be about to open it"
+    again = await launcher.spawn(spec)
+    assert list(pattern.parent.glob(pattern.name)) == []
+    await again.kill()
 
 
 async def test_a_program_sees_its_gpus_and_few_threads_and_only_ours_find_the_project(
