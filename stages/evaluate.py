@@ -170,7 +170,9 @@ class EvaluateStage(Stage):
         waiting: tuple[int, float] = (-1, 0.0)  # for which version, and since when
         while True:
             changed = ports.topic.wait(revision, PINNED, RELEASED, "drain", *KEYS)
-            revision = await wait_at_most(1.0, changed) or revision
+            # Only a wait for engines of its own has an end; all else is a change of the topic.
+            look_s = 1.0 if self._policy == EVALUATION and waiting[0] > self.released else None
+            revision = await wait_at_most(look_s, changed) or revision
             self.released = max(self.released, released(ports.topic))
             pinned = sorted(int(key.removeprefix(PINNED)) for key in ports.topic.items(PINNED))
             for version in [v for v in pinned if v > self.released]:

@@ -105,8 +105,8 @@ async def wait_until(topic: Topic, holds: Callable[[], bool], *prefixes: str, li
                 revision = await topic.wait(revision, *prefixes)
 
 
-async def wait_at_most(limit_s: float, change: Awaitable[T]) -> T | None:
-    """Wait for a change, but no longer than this: then None, for a loop that looks again."""
+async def wait_at_most(limit_s: float | None, change: Awaitable[T]) -> T | None:
+    """Wait for a change, but no longer than this, if there is a limit: then None, for a loop that looks again."""
     try:
         async with asyncio.timeout(limit_s):
             return await change

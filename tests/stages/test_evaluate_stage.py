@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -471,6 +471,25 @@ async def test_a_function_evaluates_all_sets_in_one_call_and_its_failure_is_the_
         )
         result = await desk.result()
         assert (result.complete, result.detail) == (False, "--eval-function-path my.module:evaluate: OSError")
+
+
+@pytest.mark.parametrize(("apart", "waits"), [(0, [None]), (1, [None, 1.0])])
+async def test_it_looks_at_the_clock_only_while_engines_of_its_own_are_not_ready(
+    apart: int, waits: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float | None] = []
+
+    async def wait(limit_s: float | None, change: Awaitable[Any]) -> Any:
+        found.append(limit_s)
+        return await change
+
+    monkeypatch.setattr("stages.evaluate.wait_at_most", wait)
+    async with open_desk(eval_engines=apart) as desk:
+        await idle()
+        assert found == [None], "nothing is to be evaluated"
+        pin(desk.rig, 7)  # whose weights no engine has
+        await until(lambda: len(found) > 1)
+        assert list(dict.fromkeys(found)) == waits
 
 
 async def test_an_evaluation_whose_own_engines_stay_away_is_given_up() -> None:
