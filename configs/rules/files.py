@@ -216,14 +216,18 @@ def _shape_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) ->
     ]
 
 
-def model_warnings(config: Config) -> Iterator[str]:
-    found = model_config(config.train.hf_checkpoint)
-    kind = (found or {}).get("model_type")
-    if found is not None and config.train.train_backend == "megatron" and kind not in FAMILIES:
-        yield (
-            f"the model is of type {kind!r}, of which neither memory nor operations are estimated; Megatron-core may "
-            "not know it either, --train-backend fsdp takes any causal language model of transformers"
-        )
+def family_faults(config: Config) -> Iterator[str]:
+    """Of models that the ranks would refuse; `config.json` of a hub's is seen there."""
+    named = {"hf-checkpoint": config.train.hf_checkpoint, "ref-load": config.train.ref_load}
+    named["critic-load"] = config.critic.critic_load
+    for flag, name in named.items() if config.train.train_backend == "megatron" else ():
+        kind = found.get("model_type") if name and (found := model_config(name)) is not None else FAMILIES[0]
+        if kind not in FAMILIES:
+            yield (
+                f"--{flag} is {name!r}, a model of type {kind!r}, which --train-backend megatron does not build: it "
+                f"knows {', '.join(sorted(FAMILIES))}; --train-backend fsdp takes any causal language model of "
+                "transformers"
+            )
 
 
 # What a command line of slime or Megatron-LM says of the model (`--num-layers`, `--rotary-base`, ...) is compared with

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from configs.graph import engines_started, evaluation_engines, frozen_engines, is_address
 from configs.schema import Config, generates
 from configs.schema.run import batch_file
 from models.engines.client import EngineClient
 from models.engines.embedded.model_spec import served_shape
-from models.errors import CheckpointUnavailable, EngineError, EngineStartError
+from models.errors import CheckpointUnavailable, EngineError, EngineStartError, UnsupportedModel
 from models.families.source import check_files, read_hf_config
 from pipeline.errors import NotHere, Refused, UsageError
 from pipeline.facts.run_directory import disk_error, in_use
@@ -88,12 +89,21 @@ def check_weights(config: Config) -> None:
                 continue
             if place in served:
                 served_shape(read_hf_config(path), path)
+            if config.train.train_backend == "megatron" and not flags[place].startswith("--frozen"):
+                check_megatron(read_hf_config(path))
             if place in served or not any(path.glob("*.bin")):
                 check_files(path)
-        except (CheckpointUnavailable, EngineStartError) as error:
+        except (CheckpointUnavailable, EngineStartError, UnsupportedModel) as error:
             raise UsageError(f"{flags[place]}{place}: {error}") from error
     if names := [place for place, path in places.items() if not path.is_dir() and not is_address(place)]:
         raise NotHere(f"weights and tokenizer of {', '.join(names)}: the Hugging Face hub is asked at the start")
+
+
+def check_megatron(hf_config: Mapping[str, Any]) -> None:
+    """As the ranks do when they build the model. Loads torch, which a plan may. Raises UnsupportedModel."""
+    from models.families.registry import architecture_of
+
+    architecture_of(hf_config)
 
 
 def check_ports(config: Config) -> None:

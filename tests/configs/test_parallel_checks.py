@@ -15,6 +15,8 @@ from configs.rules.reward import tool_faults
 from configs.rules.run import debug_faults
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS
+from configs.schema.model_shapes import FAMILIES
+from models.families import registry
 from tests.configs.config_rig import BASE, WORK, faults_of, one_says, settled, warnings_of
 
 MODEL: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
@@ -183,10 +185,14 @@ def test_warnings(argv: str, words: str) -> None:
     one_says(words, settled(TINY, argv)[1])
 
 
-def test_a_model_of_an_unknown_type_is_warned_of(tmp_path: Path) -> None:
+def test_a_model_of_a_type_that_the_ranks_would_refuse_is_refused(tmp_path: Path) -> None:
     argv = model(tmp_path, MODEL | {"model_type": "gemma9"})
-    one_says("the model is of type 'gemma9'", settled(argv, "--train-backend megatron")[1])
+    words = f"--hf-checkpoint is '{tmp_path}', a model of type 'gemma9', which --train-backend megatron does not build"
+    one_says(words, faults_of(argv, "--train-backend megatron"))
+    reference = f"--use-kl-loss --kl-loss-coef 0.1 --ref-load {tmp_path} --train-backend megatron"
+    one_says(f"--ref-load is '{tmp_path}', a model of", faults_of(TINY, reference))
     assert settled(argv, "--train-backend fsdp")[1] == ()
+    assert set(FAMILIES) == set(registry.FAMILIES), "the ranks' own list"
 
 
 def test_latent_attention_over_tensor_ranks_needs_sequence_parallelism() -> None:

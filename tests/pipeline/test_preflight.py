@@ -44,6 +44,7 @@ from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.errors import Refused, UsageError, check_repeatable
 from pipeline.hosts.machine import shared_gpu_faults
 from pipeline.preflight.data import prepare, with_data
+from pipeline.preflight.machine import check_weights
 from pipeline.preflight.refusals import (
     check_graders,
     check_names,
@@ -224,6 +225,18 @@ def test_what_may_work_in_the_run_is_a_warning_with_the_line(tmp_path: Path, mon
         "--dynamic-sampling-filter-path: my_faults:keep_later | IndexError: tuple index out of range | 16",
         "--rollout-sample-filter-path: my_faults:mark | ValueError: no such group | 17",
     ]
+
+
+def test_a_plan_refuses_the_model_that_the_ranks_would(tmp_path: Path) -> None:
+    """The rules know its type; what of its config.json Megatron-core is not built for, the functions that build it."""
+    model = make_tiny_checkpoint(tmp_path / "model", TinyRecipe(tokenizer="arithmetic"))
+    named = ["--hf-checkpoint", str(model), "--engine", "simulated", "--train-backend"]
+    check_weights(config(*named, "megatron"))
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"attention_bias": True}))
+    with pytest.raises(UsageError, match=rf"--hf-checkpoint {model}: attention_bias=True of 'qwen\w*'"):
+        check_weights(config(*named, "megatron"))
+    check_weights(config(*named, "fsdp"))
 
 
 def test_right_names_pass_and_rules_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
