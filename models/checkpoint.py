@@ -17,7 +17,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -200,12 +200,12 @@ def remove_leftovers(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(root: Path, keep: int, spare: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep` complete checkpoints (at least one stays), and that of step `spare`; return the
-    removed directories."""
+def prune(root: Path, keep: int, spare: Collection[int] = ()) -> list[Path]:
+    """Remove all but the newest `keep` complete checkpoints (at least one stays), and those of the steps `spare`;
+    return the removed directories."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least the newest checkpoint must stay; use 1 or more")
-    removed = [path for path, manifest in _complete(root)[:-keep] if manifest.step != spare]
+    removed = [path for path, manifest in _complete(root)[:-keep] if manifest.step not in spare]
     for path in removed:
         trash = path.with_name(f".{path.name}.removed")
         path.rename(trash)  # first out of sight: a half-removed directory must not be taken for a checkpoint

@@ -88,7 +88,7 @@ class Recorder:
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights, after all refusals
         self._resume_step = resume_step
         self.committed = resume_step or 0  # step of the newest checkpoint, or of the start
-        self.spared: int | None = None  # step of the checkpoint that the run goes back to: it stays until then
+        self.spared = set[int]()  # steps of checkpoints that the run may be about to go back to: they stay until then
         self._responses = keeps_rollouts(config)
         self._ended: list[tuple[int, int]] = []  # (batches trained, group) since the newest checkpoint
         self._admitted_s: dict[int, float] = {}  # unix time, of open groups
@@ -250,7 +250,8 @@ class Recorder:
             self.journal.write(journal.Committed(report.step))  # before what takes long, in which the run may be killed
             await asyncio.to_thread(self.journal.sync)
             self.committed, self._ended = report.step, []  # checkpoints decide on groups that ended before
-            self.spared = None if report.step in ledger.rollbacks else self.spared
+            if report.step in ledger.rollbacks:
+                self.spared.clear()
             await asyncio.to_thread(tidy)
 
     # ------------------------------------------------------------------ from the controller

@@ -151,13 +151,14 @@ class Runner(ABC):
 
     async def rollback(self, step: int) -> None:
         """Start the trainer again from the checkpoint of a step. Raises UsageError where it cannot be."""
-        recorder = self.lifecycle.recorder
-        before, recorder.spared = recorder.spared, step  # no newer checkpoint removes it meanwhile
+        spared = self.lifecycle.recorder.spared  # no newer checkpoint removes it meanwhile
+        new = {step} - spared
+        spared |= new
         try:
             trainer = await self._trainer_to_go_back(step)
             await trainer.rollback(step)
         except UsageError:
-            recorder.spared = before
+            spared -= new
             raise
 
     async def _trainer_to_go_back(self, step: int) -> TrainerUnit:

@@ -167,7 +167,7 @@ def test_latest_goes_by_run_generation_first_and_prune_keeps_the_newest(tmp_path
     make(tmp_path, 20)
     make(tmp_path, 15, run_generation=1)  # resumed from 10: step 20 of run generation 0 never happened
     assert latest_checkpoint(tmp_path) == final_path(tmp_path, 15)
-    assert prune(tmp_path, 2, spare=10) == []
+    assert prune(tmp_path, 2, spare={10}) == []
     assert prune(tmp_path, 2) == [final_path(tmp_path, 10)]
     assert prune(tmp_path, 1) == [final_path(tmp_path, 20)]
     assert os.listdir(tmp_path) == ["step-00000015"]

@@ -113,6 +113,10 @@ async def test_the_chosen_checkpoint_stays_until_the_run_has_gone_back_to_it(tmp
         trainer.rollback.assert_awaited_once_with(1)
         with pytest.raises(UsageError, match="no checkpoint of step 9 is kept, but of 1;"):
             await runner.rollback(9)
+        trainer.rollback.side_effect = UsageError("the trainer is being started again")
+        with pytest.raises(UsageError, match="is being started again"):
+            await runner.rollback(1)
+        assert recorder.spared == {1}
         assert await save(2) == ["step-00000001", "step-00000002"]
         ledger.rollbacks = (3,)
         assert await save(3) == ["step-00000003"]
