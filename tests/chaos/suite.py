@@ -269,7 +269,10 @@ class Running:
                 self._watch.look()
                 looked = time.monotonic()
             time.sleep(0.002)
-        time.sleep(kill.delay_s)
+        until = time.monotonic() + kill.delay_s
+        while (left_s := until - time.monotonic()) > 0:
+            self.verdict.faults += self._backs.look()  # a checkpoint may be there for a moment only
+            time.sleep(min(left_s, 0.002))
         if kill.victim == ROLLBACK:
             self.verdict.done += [self._left.pop(0)] if self._backs.ask(kill) else []
             return False
