@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -32,16 +33,21 @@ settings.load_profile("untimed")
 gc.disable()  # until all tests are imported: to look for garbage takes a quarter of that time, and there is none
 
 
+IMPORTED_FROM: Final[list[str]] = []
+
+
 def pytest_collection_finish() -> None:
     """Half a million objects of torch, transformers and the collected tests stay: no collection has to look at them."""
     collect_less()
     gc.enable()
+    IMPORTED_FROM.extend(sys.path)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Generator[None]:
     """Hold a test to where the tests run: one that leaves its process in another directory breaks others after it."""
     yield
+    sys.path[:] = IMPORTED_FROM  # the command line adds the directory in which it is called, where a user's modules are
     if Path.cwd() != ROOT:
         os.chdir(ROOT)
         pytest.fail("this test has left its process in another directory; use monkeypatch.chdir", pytrace=False)
