@@ -127,6 +127,9 @@ class WeightsSource(Protocol):
         the newest announcement.
         """
 
+    def kept(self, announcement: WeightsAnnouncement) -> bool:
+        """Whether the trainer still has the announced directory. One that was started again has not its copies."""
+
 
 class SameHost:
     """All on one host, where a slot is used as it lies."""
@@ -136,6 +139,9 @@ class SameHost:
 
     async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
         return announcement
+
+    def kept(self, announcement: WeightsAnnouncement) -> bool:
+        return Path(announcement.path).is_dir()
 
 
 @dataclass(frozen=True)

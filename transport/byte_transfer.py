@@ -55,7 +55,7 @@ class ByteServer(CorePort):
         """Offer a file under a name, in place of what had it before; transfers of that fail with BlobGone."""
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         blob = Blob(name, secrets.token_hex(8), os.fstat(file).st_size)
-        self._withdraw(name)
+        self.withdraw(name)
         self._served[name] = blob, file
         return blob
 
@@ -66,7 +66,7 @@ class ByteServer(CorePort):
     def shut(self, linger_ms: int) -> None:
         super().shut(linger_ms)
         for name in list(self._served):
-            self._withdraw(name)
+            self.withdraw(name)
 
     # Driven by the owner task.
 
@@ -97,7 +97,8 @@ class ByteServer(CorePort):
             return f"blob {request.name[:200]!r} was served anew since this transfer began; begin again with stat"
         return ""
 
-    def _withdraw(self, name: str) -> None:
+    def withdraw(self, name: str) -> None:
+        """Serve a name no more; transfers of it fail with BlobGone."""
         if name in self._served:
             os.close(self._served.pop(name)[1])
 

@@ -65,8 +65,6 @@ _CONTRADICTIONS: Final = (
      "engine and trainer take turns on their devices, but engines that run already keep theirs; leave out --colocate "
      "or --rollout-external-engine-addrs"),
     ("--eval-engines above 0", "--eval-external-engine-addrs", "both say which engines evaluate"),
-    ("--eval-engines above 0 or --eval-external-engine-addrs", "--runner ray",
-     "weights are kept for an evaluation on the trainer's machine alone"),
     ("--eval-engines above 0 or --eval-external-engine-addrs", "--colocate",
      "engine and trainer take turns on their devices, and an evaluation would run in the trainer's turn"),
 )  # fmt: skip

@@ -43,7 +43,7 @@ from pipeline.hosts.launcher import ProcessSpec, run_until
 from stages.base import TrainOptions
 from stages.chat.tokenizer import CHECKPOINT_FILES
 from stages.messages import WeightsAnnouncement
-from stages.ports import read_value, wait_value
+from stages.ports import SameHost, read_value, wait_value
 from transport import ByteClient, ByteServer, Node, TopicClient, TopicServer, TransportError
 from transport.security import SERVER, add_client, create_keys, load_security, with_serving_key
 
@@ -219,7 +219,7 @@ class WeightsServer(Struct, frozen=True):
     files: tuple[str, ...]
 
 
-class OfferedWeights:
+class OfferedWeights(SameHost):
     """The trainer's side of `WeightsSource`: slots are used as they lie, and served to other hosts, under the key of
     the trainer's own process.
 
@@ -229,24 +229,23 @@ class OfferedWeights:
     def __init__(self, node: Node, topic: TopicClient, address: str) -> None:
         self._node, self._topic, self._address = node, topic, address
         self._server: ByteServer | None = None
-        self._files: set[str] = set()
+        self._files: dict[str, Path] = {}
 
     async def offer(self, slot: Path) -> None:
-        """See the Protocol."""
+        """See the Protocol. Files that were removed are not offered any more: an open one keeps its memory."""
         if self._server is None:
             self._server = await self._node.byte_server(f"tcp://{self._address}:0")
         new = {f"{slot.name}/{file.name}": file for file in slot.iterdir() if file.name != STATE_FILE}
-        if new.keys() <= self._files:
+        if new.keys() <= self._files.keys():
             return
+        for name in [name for name, file in self._files.items() if not file.exists()]:
+            self._server.withdraw(name)
+            del self._files[name]
         for name, file in new.items():
             self._server.serve(name, file)
-        self._files |= new.keys()
+        self._files |= new
         served = WeightsServer(self._server.address, host_id(), tuple(sorted(self._files)))
         await self._topic.publish(SOURCE, msgspec.msgpack.encode(served))
-
-    async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
-        """See the Protocol."""
-        return announcement
 
 
 class FetchedWeights:
@@ -280,6 +279,13 @@ class FetchedWeights:
                     f"version {announcement.version} could not be fetched from {server.address}: {error}"
                 ) from error
         return msgspec.structs.replace(announcement, path=copy.path)
+
+    def kept(self, announcement: WeightsAnnouncement) -> bool:
+        """See the Protocol."""
+        place, server = Path(announcement.path), read_value(self._topic, SOURCE, WeightsServer)
+        if server is None or server.host == host_id():
+            return place.is_dir()
+        return any(name.startswith(f"{place.name}/") for name in server.files)
 
     async def _fetch(self, server: WeightsServer, original: SlotManifest) -> SlotManifest:
         client = self._client

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -203,8 +202,7 @@ class EngineControl:
         if self.entry.policy == POLICY:
             return read_value(topic, "weights", WeightsAnnouncement)
         found = [read_value(topic, key, WeightsAnnouncement) for key in topic.items(PINNED)]
-        # A trainer that was restarted has not kept the weights of earlier evaluations.
-        due = [one for one in found if one and one.version > released(topic) and Path(one.path).is_dir()]
+        due = [one for one in found if one and one.version > released(topic) and self._weights.kept(one)]
         return min(due, key=lambda one: one.version, default=None)
 
     def _held(self, topic: Topic) -> bool:

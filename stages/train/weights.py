@@ -170,6 +170,7 @@ class WeightPublisher:
             # Last: the engines of the rollouts neither wait for the copy nor keep the version.
             self._evaluated = announcement.version
             kept = await asyncio.to_thread(self._kept, announcement, released(topic))
+            await weights.offer(Path(kept.path))
             await topic.publish(f"{PINNED}{announcement.version}", msgspec.msgpack.encode(kept))
 
     def evaluating(self, topic: Topic) -> bool:
@@ -194,7 +195,7 @@ class WeightPublisher:
                 "--eval-engines"
             ) from error
         transport = "disk" if announcement.transport == "delta" else announcement.transport
-        return msgspec.structs.replace(announcement, path=str(copy), transport=transport)
+        return msgspec.structs.replace(announcement, path=str(copy), transport=transport, delta="")
 
     def _difference(self, manifest: SlotManifest) -> Published | None:
         if self._deltas is None:

@@ -134,7 +134,6 @@ def test_the_plan_shows_them() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--eval-engines", "1", "--runner", "ray"], "--eval-engines 1 with --runner ray: weights are kept .* alone"),
         (
             ["--eval-engines", "1", "--mode", "sync", "--colocate"],
             "--eval-engines 1 with --colocate: .* trainer's turn",

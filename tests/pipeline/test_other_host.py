@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
@@ -235,6 +236,21 @@ async def test_on_the_trainers_host_a_slot_is_used_as_it_lies(slots: SlotWriter,
         assert offered._server.chunks == 0
 
 
+async def test_a_copy_is_offered_until_it_is_removed(slots: SlotWriter, hosts: Hosts, tmp_path: Path) -> None:
+    async with hosts() as (offered, fetched):
+        slot = write(slots, 0)
+        copies = [msgspec.structs.replace(slot, path=str(tmp_path / f"evaluated-{number}")) for number in range(2)]
+        for copy in copies:
+            assert not fetched.kept(copy)
+            shutil.copytree(slot.path, copy.path)
+            assert contents(await fetch(offered, fetched, copy)) == contents(slot)
+            assert fetched.kept(copy)
+            shutil.rmtree(copy.path)
+        assert [fetched.kept(copy) for copy in copies] == [False, True]
+        held = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+        assert not [name for name in held if f"{copies[0].path}/" in name], "it would keep the memory"
+
+
 async def test_a_slot_that_is_overwritten_meanwhile_is_refused(slots: SlotWriter, hosts: Hosts) -> None:
     async with hosts() as (offered, fetched):
         old = write(slots, 0)
@@ -275,7 +291,7 @@ async def test_a_fetch_from_a_trainer_that_is_gone_ends_when_another_one_offers(
             while not fetched._turn.locked():  # noqa: ASYNC110  (a lock announces nothing)
                 await asyncio.sleep(0.01)
             assert not task.done()
-            offered._server, offered._files = None, set()
+            offered._server, offered._files = None, {}
             await offered.offer(Path(one.path))
         assert contents(await fetched.local(one)) == contents(one)
 

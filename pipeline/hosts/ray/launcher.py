@@ -249,10 +249,10 @@ class RayLauncher(Launcher):
 
     def _of_its_kind(self, name: str, found: list[Node]) -> list[Node]:
         """Nodes of the other engines, if it is one."""
-        kind = name.rpartition("-")[0]
-        if kind != "engine":
+        kinds = ("engine", "eval-engine")
+        if name.rpartition("-")[0] not in kinds:
             return []
-        actors = [actor for peer, actor in self._placed.items() if peer.rpartition("-")[0] == kind]
+        actors = [actor for peer, actor in self._placed.items() if peer.rpartition("-")[0] in kinds]
         used = {actor.node for actor in actors if not actor.lost}
         return [node for node in found if node.id in used]
 

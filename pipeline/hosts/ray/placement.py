@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from configs.graph import engine_count, frozen_engines, is_address, joined_to, replicas
+from configs.graph import engine_count, evaluation_engines, frozen_engines, is_address, joined_to, replicas
 from configs.rules.placement import Labels, alternatives
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
@@ -251,16 +251,16 @@ class RayPlacement:
             bundle = ResourceNeeds(self._rank.cpus * self._per_node, self._rank.gpus * self._per_node)
             nodes = self._ranks // self._per_node
             found.append(PlacementGroup("trainer", "train", bundle, nodes, "STRICT_SPREAD", near=True))
-        if self._engines:
+        if count := self._engines + evaluation_engines(self.config).count(""):
             bundle = ResourceNeeds(self._engine.cpus + (self._rank.cpus if self.shared else 0), self._engine.gpus)
             strategy: Strategy = "PACK" if self.config.ray.ray_placement == "pack" else "SPREAD"
             role: Role = "train" if self.shared else "rollout"
-            found.append(PlacementGroup("engines", role, bundle, self._engines, strategy, near=self.shared))
+            found.append(PlacementGroup("engines", role, bundle, count, strategy, near=self.shared))
         return found
 
     def of(self, name: str) -> ActorPlacement:
         """Of the process of that name."""
-        rollout: Role = "rollout" if re.fullmatch(r"engine-\d+|frozen-.*", name) else "cpu"
+        rollout: Role = "rollout" if re.fullmatch(r"(eval-)?engine-\d+|frozen-.*", name) else "cpu"
         role: Role = "train" if re.fullmatch(r"train-(rank-)?\d+", name) else rollout
         number = int(name.rpartition("-")[2]) if name[-1].isdigit() else 0
         if name.startswith("evaluate-"):
@@ -275,11 +275,10 @@ class RayPlacement:
             if self.shared:
                 return ActorPlacement(role, ResourceNeeds(self._rank.cpus, 0.5), "engines")
             return ActorPlacement(role, self._rank, near=True)
-        if role == "rollout" and not name.startswith("frozen-") and self._engines:
+        frozen, evaluates = name.startswith("frozen-"), name.startswith("eval-")
+        if role == "rollout" and not frozen and (evaluates or number < self._engines):
             need = ResourceNeeds(self._engine.cpus, 0.5) if self.shared else self._engine
-            if number < self._engines:
-                return ActorPlacement(role, need, "engines", number)
-            return ActorPlacement(role, need)  # a later process has no bundle
+            return ActorPlacement(role, need, "engines", number)  # a later process has no bundle
         return ActorPlacement(role, self._engine if role == "rollout" else self._cpu)
 
     def names(self) -> list[str]:
@@ -290,6 +289,7 @@ class RayPlacement:
         found = [f"{name}-{i}" for name, count in counts.items() if name not in elsewhere for i in range(count)]
         found += [f"train-rank-{rank}" for rank in range(self._ranks)]
         frozen = frozen_engines(self.config).items()
+        found += [f"eval-engine-{i}" for i, place in enumerate(evaluation_engines(self.config)) if not place]
         return found + [f"frozen-{name}" for name, place in frozen if not is_address(place)]
 
     @property

@@ -19,6 +19,7 @@ import pytest
 from launching import SIMULATED, SMALL, alive, finish, launch, made_model, start, succeed, succeed_here
 from namespace_launcher import NamespacesRefused, OtherHost, hidden
 from scripted_run import Scripted, scripted
+from test_evaluation_engines import HELD, check_slow, evaluated, requests, slow_evaluation
 from test_kill import pids, steps_done, wait_for_steps, wait_until
 
 import launch as program
@@ -297,6 +298,48 @@ def test_a_node_is_gone_in_the_middle_of_a_run_and_another_joins(cluster: OtherH
     assert "; 1 of its kind goes on. It is placed as soon as a node joins" in done.out
     assert f"{lost}: placed on {other.there}" in done.out
     assert done.summary["groups"]["failed"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", ["files"], indirect=True)
+def test_an_engine_of_evaluations_on_the_other_host_has_the_rows_of_a_run_without_ray(
+    cluster: OtherHost, tmp_path: Path
+) -> None:
+    """Other weights than its own reach that host as differences, in a directory that both see."""
+    flags = [*SMALL, *made_model(), *HELD, "--mode", "sync", "--deterministic", "--eval-engines", "1"]
+    succeed_here(tmp_path / "alone", *flags)
+    flags += ["--runner", "ray", "--ray-address", f"{cluster.here}:{PORT}", "--allow-plain-engines"]
+    flags += ["--update-weight-transport", "delta", "--update-weight-delta-dir", str(tmp_path / "weights")]
+    done = succeed(tmp_path / "run", *flags, "--ray-labels", "rollout=side:there", "cpu=side:!there")
+    alone, rows = evaluated(tmp_path / "alone"), evaluated(tmp_path / "run")
+    assert {0, 4} <= set(rows), "the version between may find the first one's evaluation under way"
+    common = rows.keys() & alone.keys()
+    assert {version: rows[version] for version in common} == {version: alone[version] for version in common}
+    assert all(row["eval/complete"] == 1 for row in rows.values())
+    assert f"serving at http://{cluster.there}:" in (done.run_dir / "logs" / "eval-engine-0.log").read_text()
+    assert {detail.split(",")[0] for detail in requests(done.run_dir, evaluation=True)} == {"eval-engine-0"}
+
+
+@pytest.mark.full
+def test_a_killed_engine_of_an_evaluation_fetches_its_version_again_though_both_slots_hold_later_ones(
+    cluster: OtherHost, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    process = slow_evaluation(
+        run_dir, "--eval-engines", "1", "--runner", "ray", "--ray-address", f"{cluster.here}:{PORT}",
+        "--allow-plain-engines", "--ray-labels", "rollout=side:there",
+    )  # fmt: skip
+    wait_for_steps(process, run_dir, 5)
+    assert not evaluated(run_dir)
+    old = pids(run_dir, "eval-engine-0")
+    subprocess.run(cluster.inside(("/bin/kill", "-9", str(old[0]))), check=True)
+    wait_until(process, lambda: pids(run_dir, "eval-engine-0") != old, "another engine")
+    wait_for_steps(process, run_dir, steps_done(run_dir) + 3)
+    done = finish(process, run_dir).check()
+    check_slow(done)
+    assert done.summary["restarts"] == {"eval-engine-0": 1}
+    versions = re.findall(r"version (\d+): fetched", (run_dir / "logs" / "fetcher-0.log").read_text())
+    assert versions.count("0") >= 2, versions
 
 
 @pytest.mark.full
