@@ -235,8 +235,12 @@ def ray_faults(config: Config) -> Iterator[str]:
             f"--ray-address is {config.ray.ray_address}, but the controller must run on a node of the cluster; "
             "start it there with --ray-address auto, or with `ray job submit`"
         )
-    if config.asynchrony.colocate and config.sglang.rollout_num_gpus_per_engine * graph.engine_count(config) > 1:
+    count, each = graph.engine_count(config), config.sglang.rollout_num_gpus_per_engine
+    nodes, per_node = config.parallel.actor_num_nodes, config.parallel.actor_num_gpus_per_node
+    if config.asynchrony.colocate and (count * each > nodes * per_node or per_node % each):
         yield (
-            "--colocate with --runner ray is for one engine on one GPU, which it shares with the trainer; lower "
-            "--rollout-num-gpus and --scale engine=N, or use --runner local"
+            "--colocate with --runner ray puts each engine on GPUs of the trainer on one node, which no other engine "
+            f"has: {each} (--rollout-num-gpus-per-engine) for each of {count} engines, but the trainer has {per_node} "
+            f"(--actor-num-gpus-per-node) on {nodes} (--actor-num-nodes); have fewer or smaller engines, or use "
+            "--runner local"
         )

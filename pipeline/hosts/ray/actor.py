@@ -67,9 +67,9 @@ class ProcessActor:
         self._held: dict[int, ExitStack] = {}
         self._copies: dict[str, str] = {}  # copied files, by their path on the controller's host
 
-    async def ready(self) -> tuple[str, str]:
-        """Id and address of the node."""
-        return self.node, self.address
+    async def ready(self) -> tuple[str, str, str]:
+        """Id and address of the node, and the GPUs that Ray gave the actor."""
+        return self.node, self.address, os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     async def hold_port(self, port: int) -> int | str:
         """A port of this node, kept until it is released; why not, if it cannot be."""
@@ -183,8 +183,8 @@ def gone() -> tuple[type[BaseException], ...]:
 class PlacedActor:
     """An actor on its node."""
 
-    def __init__(self, actor: Any, node: str, address: str) -> None:
-        self.actor, self.node, self.address = actor, node, address
+    def __init__(self, actor: Any, node: str, address: str, gpus: str = "") -> None:
+        self.actor, self.node, self.address, self.gpus = actor, node, address, gpus
         self.lost = False
         self.silent = False  # lost since nothing was heard of it, so that its node may be gone as well
         self.missed = False  # lost, and its node was chosen for the next one

@@ -27,6 +27,7 @@ from pipeline.hosts.ray.placement import NODE_ID, ActorPlacement, Node, Placemen
 PLACEMENT_TIMEOUT_S: Final = 120.0  # time in which Ray starts an actor; longer waits are for what others hold
 AGAIN_TIMEOUT_S: Final = 30.0  # the same where a node seemed to have room: it may be gone, or taken
 ROOM_POLL_S: Final = 2.0  # between two looks for room
+LENDER_POLL_S: Final = 0.1  # between two looks for the process that has a GPU first
 
 
 class RayLauncher(Launcher):
@@ -76,6 +77,8 @@ class RayLauncher(Launcher):
     async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
         """See the Protocol. Waits for Ray to start the actor, `PLACEMENT_TIMEOUT_S` at most; without a limit in a run
         that has begun, where an actor was lost or is added."""
+        while not self._placed.keys() >= set(self.placements.lenders(name)):  # noqa: ASYNC110  (others place them)
+            await asyncio.sleep(LENDER_POLL_S)
         placement = self.placements.of(name)
         self._began |= any(placed.lost for placed in self._placed.values())
         again = (self._began or name in self._expected) and not self._at_once(placement)
@@ -177,6 +180,9 @@ class RayLauncher(Launcher):
 
     async def spawn(self, spec: ProcessSpec) -> RayHandle:
         await self.place(spec.name)
+        if lenders := self.placements.lenders(spec.name):
+            gpus = tuple(filter(None, (self._placed[lender].gpus for lender in lenders)))
+            spec = msgspec.structs.replace(spec, gpus=gpus)
         log = self.rundir.logs / f"{spec.name}.log"
         handle = self.handles[spec.name] = RayHandle(spec, self._placed[spec.name], log)
         self.rundir.write_pid(spec.name, await handle.start())

@@ -247,15 +247,16 @@ class RayPlacement:
 
     def _groups(self) -> list[PlacementGroup]:
         found = []
-        if self._ranks:
-            bundle = ResourceNeeds(self._rank.cpus * self._per_node, self._rank.gpus * self._per_node)
-            nodes = self._ranks // self._per_node
+        if ranks := self._ranks or int(self.shared):
+            engines = self._per_node // self._engine.gpus if self.shared else 0
+            cpus = self._rank.cpus * self._per_node + self._engine.cpus * engines
+            bundle = ResourceNeeds(cpus, self._rank.gpus * self._per_node)
+            nodes = ranks // self._per_node
             found.append(PlacementGroup("trainer", "train", bundle, nodes, "STRICT_SPREAD", near=True))
-        if count := self._engines + evaluation_engines(self.config).count(""):
-            bundle = ResourceNeeds(self._engine.cpus + (self._rank.cpus if self.shared else 0), self._engine.gpus)
+        count = self._engines + evaluation_engines(self.config).count("")
+        if count and not self.shared:
             strategy: Strategy = "PACK" if self.config.ray.ray_placement == "pack" else "SPREAD"
-            role: Role = "train" if self.shared else "rollout"
-            found.append(PlacementGroup("engines", role, bundle, count, strategy, near=self.shared))
+            found.append(PlacementGroup("engines", "rollout", self._engine, count, strategy))
         return found
 
     def of(self, name: str) -> ActorPlacement:
@@ -273,13 +274,22 @@ class RayPlacement:
             if self._ranks:  # beside rank 0
                 return ActorPlacement(role, ResourceNeeds(), "trainer")
             if self.shared:
-                return ActorPlacement(role, ResourceNeeds(self._rank.cpus, 0.5), "engines")
+                return ActorPlacement(role, self._rank, "trainer")
             return ActorPlacement(role, self._rank, near=True)
         frozen, evaluates = name.startswith("frozen-"), name.startswith("eval-")
         if role == "rollout" and not frozen and (evaluates or number < self._engines):
-            need = ResourceNeeds(self._engine.cpus, 0.5) if self.shared else self._engine
-            return ActorPlacement(role, need, "engines", number)  # a later process has no bundle
+            if self.shared:
+                node = number * int(self._engine.gpus) // self._per_node
+                return ActorPlacement(role, ResourceNeeds(self._engine.cpus), "trainer", node)
+            return ActorPlacement(role, self._engine, "engines")  # a later process has no bundle
         return ActorPlacement(role, self._engine if role == "rollout" else self._cpu)
+
+    def lenders(self, name: str) -> list[str]:
+        """Processes of the trainer whose GPUs an engine has in turns with them: Ray counts each GPU once, as theirs."""
+        if not (self.shared and self.of(name).group and self.of(name).role == "rollout"):
+            return []
+        gpus, number = int(self._engine.gpus), int(name.rpartition("-")[2])
+        return [f"train-rank-{number * gpus + i}" for i in range(gpus)] if self._ranks else ["train-0"]
 
     def names(self) -> list[str]:
         """Processes that the run starts with."""
@@ -333,8 +343,6 @@ class RayPlacement:
     @property
     def trainer(self) -> PlacementGroup:
         """What is placed with the trainer at once."""
-        if self._ranks:
+        if "trainer" in self.groups:
             return self.groups["trainer"]
-        if self.shared:
-            return self.groups["engines"]
         return PlacementGroup("train-0", "train", self._rank, 1, "PACK", near=True)

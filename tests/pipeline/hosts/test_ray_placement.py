@@ -174,11 +174,62 @@ def test_the_trainer_begins_on_the_controllers_node_or_where_there_is_room(
 def test_a_shared_gpu_is_the_trainers() -> None:
     flags = "--colocate --mode sync --engine embedded --ray-labels train=side:there"
     found, nodes = placements(flags, gpus=True), [node("1", 8, 1), node("2", 8, 1, side="there")]
-    assert [found.of(name).group for name in ("train-0", "engine-0")] == ["engines", "engines"]
+    assert [found.of(name).group for name in ("train-0", "engine-0")] == ["trainer", "trainer"]
+    assert (found.total, found.trainer.bundle) == (ResourceNeeds(2, 1), ResourceNeeds(2, 1))
+    assert found.lenders("engine-0") == ["train-0"]
     assert found.choose(found.trainer, nodes).node.id == "2"
     assert found.check(nodes) == []
     message = refusal(nodes, flags, "rollout=side:here")
     assert "with --colocate the engine has the trainer's GPU; leave rollout out" in message
+
+
+@pytest.mark.parametrize(
+    ("engines", "bundle", "lenders", "bundles"),
+    [
+        ("--engine embedded --scale engine=4", ResourceNeeds(4, 2), [[0], [1], [2], [3]], [0, 0, 1, 1]),
+        ("--engine embedded --scale engine=3", ResourceNeeds(4, 2), [[0], [1], [2]], [0, 0, 1]),
+        (
+            "--engine sglang --rollout-num-gpus-per-engine 2 --rollout-num-gpus 4", ResourceNeeds(3, 2),
+            [[0, 1], [2, 3]], [0, 1],
+        ),
+    ],
+)  # fmt: skip
+def test_engines_share_the_gpus_of_ranks(
+    engines: str, bundle: ResourceNeeds, lenders: list[list[int]], bundles: list[int]
+) -> None:
+    flags = "--colocate --mode sync --train-backend fsdp --actor-num-nodes 2 --actor-num-gpus-per-node 2"
+    found = placements(flags, engines, gpus=True)
+    assert list(found.groups) == ["trainer"]
+    assert (found.trainer.bundle, found.trainer.bundles) == (bundle, 2)
+    names = [f"engine-{number}" for number in range(len(lenders))]
+    assert [found.lenders(name) for name in names] == [[f"train-rank-{n}" for n in one] for one in lenders]
+    placed = [found.of(name) for name in names]
+    assert [(one.group, one.bundle, one.needs) for one in placed] == [
+        ("trainer", number, ResourceNeeds(1)) for number in bundles
+    ]
+    assert found.total.gpus == 4
+    assert found.lenders("train-rank-0") == found.lenders("reward-0") == []
+    assert placements(flags, engines).lenders("engine-0") == [], "on CPUs"
+
+
+def test_engines_of_evaluations_are_placed_with_the_others() -> None:
+    flags = "--eval-prompt-data arithmetic --eval-interval 2 --eval-engines 2 --engine embedded --scale engine=2"
+    found = placements(flags, "--ray-labels rollout=nvlink:* --train-device cpu", gpus=True)
+    group = found.groups["engines"]
+    assert (group.bundle, group.bundles) == (ResourceNeeds(1, 1), 4)
+    assert (found.total, found.of("eval-engine-1").role) == (ResourceNeeds(5, 4), "rollout")
+    there = [node("1"), domain("2", "a", 3), domain("3", "b", 2), domain("4", "b", 2)]
+    launcher = launcher_of(found, there)
+    planned = [asyncio.run(launcher._plan(f"{kind}-{n}", group)) for kind in ("engine", "eval-engine") for n in (0, 1)]
+    assert sorted(planned) == ["3", "3", "4", "4"]
+    for name, place in zip(("engine-0", "engine-1"), planned, strict=False):
+        launcher._placed[name] = PlacedActor(cast(Any, None), place, "")
+    assert room(launcher, "eval-engine-1") in {"3", "4"}, "in the domain of the others"
+    there[2:] = []
+    launcher._placed["engine-0"].lost = launcher._placed["engine-1"].lost = True
+    assert room(launcher, "eval-engine-1") == "2"
+    elsewhere = placements(flags, "--eval-engines 0 --eval-external-engine-addrs http://localhost:1", gpus=True)
+    assert "eval-engine-0" not in elsewhere.names()
 
 
 def test_a_lost_trainer_goes_back_to_its_node_then_to_one_that_sees_its_files() -> None:
@@ -277,6 +328,12 @@ def test_labels_of_the_trainer_do_not_move_what_stays_with_the_controller() -> N
     assert "with gpu=H200, but the cluster has" in refusal([node("1")], wanted)
 
 
+SHARED = (
+    "--colocate", "--mode", "sync", "--train-backend", "fsdp", "--actor-num-nodes", "2", "--actor-num-gpus-per-node",
+    "2", "--engine", "sglang", "--rollout-num-gpus-per-engine", "2",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -288,7 +345,18 @@ def test_labels_of_the_trainer_do_not_move_what_stays_with_the_controller() -> N
         (("--ray-cpus", "cpu=-1"), "--ray-cpus cpu=-1 is less than nothing"),
         (("--ray-address", "ray://head:10001"), "the controller must run on a node of the cluster"),
         (("--train-device", "cuda:1"), "--train-device is cuda:1, but with --runner ray it is Ray that chooses"),
-        (("--colocate", "--mode", "sync", "--scale", "engine=2"), "is for one engine on one GPU"),
+        (
+            ("--colocate", "--mode", "sync", "--scale", "engine=2"),
+            "has: 1 (--rollout-num-gpus-per-engine) for each of 2 engines, but the trainer has 1 (--actor-num-gpus-per",
+        ),
+        (
+            (*SHARED, "--rollout-num-gpus", "6"),
+            "for each of 3 engines, but the trainer has 2 (--actor-num-gpus-per-node) on 2 (--ac",
+        ),
+        (
+            (*SHARED[:-1], "4", "--rollout-num-gpus", "4"),
+            "has: 4 (--rollout-num-gpus-per-engine) for each of 1 engines",
+        ),
         (("--runner", "local", "--ray-placement", "spread"), "only --runner ray reads it"),
     ],
 )

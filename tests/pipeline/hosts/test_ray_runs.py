@@ -21,6 +21,7 @@ from namespace_launcher import NamespacesRefused, OtherHost, hidden
 from scripted_run import Scripted, scripted
 from test_evaluation_engines import HELD, check_slow, evaluated, requests, slow_evaluation
 from test_kill import pids, steps_done, wait_for_steps, wait_until
+from test_runs import RANKS
 
 import launch as program
 from configs.load import load
@@ -105,12 +106,11 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def four_nodes() -> Iterator[None]:
-    """A cluster of logical nodes: the controller's, one for training, a spot and an on-demand one for rollouts."""
+def logical_nodes(*labels: dict[str, str], cpus: int = 2, gpus: int = 0) -> Iterator[None]:
+    """A cluster of them, the first of which is the controller's."""
     from ray.cluster_utils import Cluster
 
-    small = {"num_cpus": 2, "object_store_memory": 80 << 20}
-    labels = [{}, {"pool": "cpu"}, {"market": "spot"}, {"market": "on-demand"}]
+    small = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**small, "labels": labels[0], "include_dashboard": False})
     try:
         for node in labels[1:]:
@@ -152,8 +152,89 @@ def test_processes_go_to_nodes_by_their_labels(tmp_path: Path) -> None:
             assert [handle.alive for handle in handles] == [False] * 5
             assert all(handle.last_line() == "here" for handle in handles)
 
-    with four_nodes():
+    with logical_nodes({}, {"pool": "cpu"}, {"market": "spot"}, {"market": "on-demand"}):
         asyncio.run(script())
+
+
+@pytest.mark.full
+def test_an_engine_of_two_gpus_has_those_of_two_ranks_on_their_node(tmp_path: Path) -> None:
+    flags = ["--mode", "sync", "--colocate", "--engine", "sglang", "--rollout-num-gpus-per-engine", "2"]
+    flags += ["--rollout-num-gpus", "4", "--train-backend", "fsdp", "--actor-num-nodes", "2"]
+    config = load([*SMALL, *RAY, *flags, "--actor-num-gpus-per-node", "2"]).config
+    tell = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    ranks, names = [f"train-rank-{rank}" for rank in range(4)], ["engine-0", "engine-1"]
+
+    async def script() -> None:
+        with RunDir(tmp_path / "run").open(resume=False) as rundir:
+            launcher = RayLauncher(RayPlacement(config, gpus=True), nodes, rundir)
+
+            async def told(name: str) -> str:
+                handle = await launcher.spawn(ProcessSpec(name, tell))
+                assert await handle.wait() == 0
+                return handle.last_line()
+
+            try:
+                seen = await asyncio.gather(*map(told, (*names, *ranks)))
+            finally:
+                places = [launcher._placed[name].node for name in (*names, *ranks)]
+                await launcher.stop_all()
+        one, other, *gpus = seen
+        assert (sorted(gpus[:2]), sorted(gpus[2:])) == (["0", "1"], ["0", "1"])
+        assert (one, other) == (f"{gpus[0]},{gpus[1]}", f"{gpus[2]},{gpus[3]}")
+        assert places[2:] == [places[0], places[0], places[1], places[1]]
+        assert places[0] != places[1]
+
+    with logical_nodes({}, {}, cpus=4, gpus=2):
+        asyncio.run(script())
+
+
+# Trainer and engines that take turns on the GPUs of one node: Ray counts them, nothing uses them.
+
+
+def visible(run_dir: Path, name: str) -> str:
+    """The GPUs that a process of a run sees."""
+    variables = psutil.Process(*pids(run_dir, name)).environ()
+    return variables["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.full
+def test_engines_take_turns_with_the_ranks_whose_gpus_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained is what a run without Ray trains, though an engine's actor is killed; a killed rank ends the run, which
+    is continued."""
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *RANKS, "--colocate", "--scale", "engine=2", "--save-interval", "2"]
+    flags += ["--num-rollout", "20"]
+    names = "engine-0", "engine-1", "train-rank-0", "train-rank-1"
+    alone = succeed(tmp_path / "alone", *flags)
+    with_a_token(monkeypatch)
+    with contextlib.ExitStack() as stack:
+        at = "--node-ip-address=127.0.0.1", f"--port={PORT}", "--include-dashboard=false", "--num-gpus=2"
+        head = started(stack, (*COMMAND, "--head", *at, *NODE), tmp_path / "head.log")
+        until_up(head, tmp_path / "head.log")
+        flags += ["--runner", "ray", "--ray-address", f"127.0.0.1:{PORT}"]
+        process = start(run_dir, *flags)
+        wait_for_steps(process, run_dir, 2)
+        assert [visible(run_dir, name) for name in names] == ["0", "1", "0", "1"]
+        old = pids(run_dir, "engine-1")
+        os.kill(parent(*old), signal.SIGKILL)
+        wait_until(process, lambda: pids(run_dir, "engine-1") != old, "another engine")
+        wait_for_steps(process, run_dir, steps_done(run_dir) + 2)
+        assert visible(run_dir, "engine-1") == "1"
+        every = pids(run_dir, *names, "train-0", "engines-0", "generate-0")
+        os.kill(*pids(run_dir, "train-rank-1"), signal.SIGKILL)
+        killed = finish(process, run_dir)
+        assert "train-0 ended with signal SIGKILL of train-rank-1; continue from the last checkpoint" in killed.err
+        assert (killed.code, [pid for pid in every if alive(pid)]) == (6, [])
+        done = finish(start(None, "--resume", str(run_dir)), run_dir).check()
+    assert done.audit.batches == alone.audit.batches
+    assert weights_of(run_dir, 20) == weights_of(alone.run_dir, 20)
+
+
+def weights_of(run_dir: Path, step: int) -> bytes:
+    (file,) = (run_dir / "checkpoints" / f"step-{step:08}" / "hf").glob("*.safetensors")
+    return file.read_bytes()
 
 
 # A Ray cluster of two hosts, which are namespaces of this machine: nothing is shared but the network and the code.
@@ -175,9 +256,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     if getattr(request, "param", "") == "shared":
         (tmp_path / "run").mkdir(0o700)
         shared = [tmp_path / "run", Path(made_model()[1])]
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with_a_token(monkeypatch)
     try:
         host = OtherHost(*own, shared=tuple(shared)).__enter__()
     except NamespacesRefused as refused:
@@ -194,6 +273,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
         until_up(head, tmp_path / "head.log")  # a node that finds nobody gives up
         join(stack, host, head_at, tmp_path / "node.log")
         yield host
+
+
+def with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def join(stack: contextlib.ExitStack, host: OtherHost, head: str, log: Path) -> None:
@@ -338,7 +423,7 @@ def test_a_killed_engine_of_an_evaluation_fetches_its_version_again_though_both_
     done = finish(process, run_dir).check()
     check_slow(done)
     assert done.summary["restarts"] == {"eval-engine-0": 1}
-    versions = re.findall(r"version (\d+): fetched", (run_dir / "logs" / "fetcher-0.log").read_text())
+    versions = re.findall(r"version (\d+): fetched [1-9]", (run_dir / "logs" / "fetcher-0.log").read_text())
     assert versions.count("0") >= 2, versions
 
 
