@@ -20,7 +20,7 @@ from launching import SIMULATED, SMALL, alive, finish, launch, made_model, start
 from namespace_launcher import NamespacesRefused, OtherHost, hidden
 from scripted_run import Scripted, scripted
 from test_evaluation_engines import HELD, check_slow, evaluated, requests, slow_evaluation
-from test_kill import pids, steps_done, wait_for_steps, wait_until
+from test_kill import kill_and_await, pids, steps_done, wait_for_steps, wait_until
 from test_runs import RANKS
 
 import launch as program
@@ -425,6 +425,29 @@ def test_a_killed_engine_of_an_evaluation_fetches_its_version_again_though_both_
     assert done.summary["restarts"] == {"eval-engine-0": 1}
     versions = re.findall(r"version (\d+): fetched [1-9]", (run_dir / "logs" / "fetcher-0.log").read_text())
     assert versions.count("0") >= 2, versions
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", ["shared"], indirect=True)
+def test_an_evaluation_whose_weights_went_with_a_trainer_on_the_other_host_is_given_up(
+    cluster: OtherHost, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    process = slow_evaluation(
+        run_dir, "--eval-engines", "1", "engine.simulated.a_ms=30", "--runner", "ray", "--allow-plain-engines",
+        "--ray-address", f"{cluster.here}:{PORT}",
+        "--ray-labels", "train=side:there", "rollout=side:!there", "cpu=side:!there", prompts=256,
+    )  # fmt: skip
+    wait_for_steps(process, run_dir, 3)
+    subprocess.run(cluster.inside(("/bin/kill", "-9", str(pids(run_dir, "train-0")[0]))), check=True)
+    wait_for_steps(process, run_dir, steps_done(run_dir) + 2)
+    assert not evaluated(run_dir)
+    kill_and_await(process, run_dir, "eval-engine-0")
+    done = finish(process, run_dir).check()
+    rows = evaluated(run_dir)
+    assert (rows[0]["eval/complete"], rows[60]["eval/complete"]) == (0, 1)
+    assert done.summary["restarts"] == {"train-0": 1, "eval-engine-0": 1}
+    assert "failed" not in (run_dir / "logs" / "engines-0.log").read_text(), "it asks for nothing that is not kept"
 
 
 @pytest.mark.full
