@@ -249,9 +249,10 @@ NODE = ("--num-cpus", "4", "--object-store-memory", str(80 << 20), "--block")
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[OtherHost]:
     """The head on this host, a second node on the other, with a token. Asked for `files`, they have them in common; for
-    `shared`, only the run directory and the model; for `power`, the head has an address that does not go with the other
-    host."""
-    own = [Path("/dev/shm")] if getattr(request, "param", "") == "files" else hidden(tmp_path / "run")
+    `gpus`, as well, and each node counts one GPU; for `shared`, only the run directory and the model; for `power`, the
+    head has an address that does not go with the other host."""
+    own = [Path("/dev/shm")] if getattr(request, "param", "") in ("files", "gpus") else hidden(tmp_path / "run")
+    gpus = f"--num-gpus={int(getattr(request, 'param', '') == 'gpus')}"
     shared: list[Path] = []
     if getattr(request, "param", "") == "shared":
         (tmp_path / "run").mkdir(0o700)
@@ -269,9 +270,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
             subprocess.run(("ip", "addr", "add", f"{HEAD}/32", "dev", "lo"), check=True)
             stack.callback(subprocess.run, ("ip", "addr", "del", f"{HEAD}/32", "dev", "lo"), check=True)
         at_head = f"--node-ip-address={head_at}", f"--port={PORT}", "--include-dashboard=false"
-        head = started(stack, (*COMMAND, "--head", *at_head, *NODE), tmp_path / "head.log")
+        head = started(stack, (*COMMAND, "--head", *at_head, *NODE, gpus), tmp_path / "head.log")
         until_up(head, tmp_path / "head.log")  # a node that finds nobody gives up
-        join(stack, host, head_at, tmp_path / "node.log")
+        join(stack, host, head_at, tmp_path / "node.log", gpus)
         yield host
 
 
@@ -281,10 +282,10 @@ def with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
 
 
-def join(stack: contextlib.ExitStack, host: OtherHost, head: str, log: Path) -> None:
+def join(stack: contextlib.ExitStack, host: OtherHost, head: str, log: Path, gpus: str = "--num-gpus=0") -> None:
     """A node on another host joins the cluster."""
     there = f"--address={head}:{PORT}", f"--node-ip-address={host.there}", "--labels", "side=there"
-    until_up(started(stack, host.inside((*COMMAND, *there, *NODE)), log), log)
+    until_up(started(stack, host.inside((*COMMAND, *there, *NODE, gpus)), log), log)
 
 
 def started(stack: contextlib.ExitStack, command: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
@@ -481,3 +482,19 @@ def test_ranks_of_one_trainer_on_both_hosts_or_the_other(layout: list[str], clus
     numbers = pids(tmp_path / "run", *(f"train-{one}" for one in there))
     assert max(numbers) < 2000, "numbers of the other host, which has few processes"
     assert done.summary["restarts"] == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", ["gpus"], indirect=True)
+def test_each_of_two_hosts_has_a_rank_and_the_engine_that_takes_turns_with_it(
+    cluster: OtherHost, tmp_path: Path
+) -> None:
+    shared = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--train-backend", "fsdp", "--colocate"]
+    shared += ["--scale", "engine=2"]
+    alone = succeed(tmp_path / "alone", *shared, "--actor-num-gpus-per-node", "2")
+    there = ["--runner", "ray", "--ray-address", f"{cluster.here}:{PORT}", "--allow-plain-engines"]
+    done = succeed(tmp_path / "run", *shared, "--actor-num-nodes", "2", *there)
+    assert done.audit.batches == alone.audit.batches
+    assert weights_of(done.run_dir, 4) == weights_of(alone.run_dir, 4)
+    for number, host in enumerate((cluster.here, cluster.there)):
+        assert f"serving at http://{host}:" in (done.run_dir / "logs" / f"engine-{number}.log").read_text()
