@@ -142,7 +142,7 @@ class Gpus(Struct, frozen=True, kw_only=True):
     def nodes(self) -> int:
         """Nodes of 8 GPUs. Those of a trainer on several nodes are its own."""
         if self.trainer_nodes > 1:
-            return self.trainer_nodes + -(-self.engines // NODE_GPUS)
+            return self.trainer_nodes + (0 if self.shared else -(-self.engines // NODE_GPUS))
         return max(1, -(-self.total // NODE_GPUS))
 
     def __str__(self) -> str:

@@ -161,6 +161,8 @@ def test_a_hub_id_that_a_preset_has_is_estimated() -> None:
 @pytest.mark.parametrize(("argv", "words"), [
     ("--model qwen3-8b", "8 in all, 4 of the trainer and 4 of engines: 1 node of 8"),
     ("--model qwen3-8b --rollout-num-gpus 6", "10 in all, 4 of the trainer and 6 of engines: 2 nodes of 8"),
+    ("--model llama3.1-70b --mode sync --colocate --runner ray",
+     "32 in all, on which trainer and engines take turns: 4 nodes of 8"),
     ("--model llama3.1-70b", "48 in all, 32 of the trainer and 16 of engines: 6 nodes of 8"),
     ("--hf-checkpoint Qwen/Qwen3-0.6B --scale engine=3", "4 in all, 1 of the trainer and 3 of engines"),
     ("--hf-checkpoint Qwen/Qwen3-0.6B --engine-device cpu", "1 in all, 1 of the trainer and 0 of engines"),

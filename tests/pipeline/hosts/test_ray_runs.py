@@ -25,6 +25,8 @@ from test_runs import RANKS
 
 import launch as program
 from configs.load import load
+from pipeline.control.client import ask
+from pipeline.control.endpoint import Status
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec
@@ -417,6 +419,9 @@ def test_a_killed_engine_of_an_evaluation_fetches_its_version_again_though_both_
     )  # fmt: skip
     wait_for_steps(process, run_dir, 5)
     assert not evaluated(run_dir)
+    engines = {engine.name: engine.version for engine in ask(run_dir, Status()).status.engines}
+    assert engines["eval-engine-0"] == 0
+    assert engines["engine-0"] > 2
     old = pids(run_dir, "eval-engine-0")
     subprocess.run(cluster.inside(("/bin/kill", "-9", str(old[0]))), check=True)
     wait_until(process, lambda: pids(run_dir, "eval-engine-0") != old, "another engine")
