@@ -213,16 +213,17 @@ def test_engines_share_the_gpus_of_ranks(
 
 
 def test_engines_of_evaluations_are_placed_with_the_others() -> None:
-    flags = "--eval-prompt-data arithmetic --eval-interval 2 --eval-engines 2 --engine embedded --scale engine=2"
+    flags = "--eval-prompt-data arithmetic --eval-interval 2 --eval-engines 3 --engine embedded --scale engine=2"
     found = placements(flags, "--ray-labels rollout=nvlink:* --train-device cpu", gpus=True)
     group = found.groups["engines"]
-    assert (group.bundle, group.bundles) == (ResourceNeeds(1, 1), 4)
-    assert (found.total, found.of("eval-engine-1").role) == (ResourceNeeds(5, 4), "rollout")
-    there = [node("1"), domain("2", "a", 3), domain("3", "b", 2), domain("4", "b", 2)]
+    assert (group.bundle, group.bundles) == (ResourceNeeds(1, 1), 5)
+    assert (found.total, found.of("eval-engine-1").role) == (ResourceNeeds(6, 5), "rollout")
+    there = [node("1"), domain("2", "a", 4), domain("3", "b", 3), domain("4", "b", 2)]
     launcher = launcher_of(found, there)
-    planned = [asyncio.run(launcher._plan(f"{kind}-{n}", group)) for kind in ("engine", "eval-engine") for n in (0, 1)]
-    assert sorted(planned) == ["3", "3", "4", "4"]
-    for name, place in zip(("engine-0", "engine-1"), planned, strict=False):
+    names = ("engine-0", "engine-1", "eval-engine-0", "eval-engine-1", "eval-engine-2")
+    planned = [asyncio.run(launcher._plan(name, group)) for name in names]
+    assert (sorted(planned), {found.of(name).group for name in names}) == (["3", "3", "3", "4", "4"], {"engines"})
+    for name, place in zip(names[:2], planned, strict=False):
         launcher._placed[name] = PlacedActor(cast(Any, None), place, "")
     assert room(launcher, "eval-engine-1") in {"3", "4"}, "in the domain of the others"
     there[2:] = []
