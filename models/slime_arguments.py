@@ -48,10 +48,10 @@ class SlimeArguments(SimpleNamespace):
 def slime_arguments(config: Config, **more: object) -> SlimeArguments:
     """All settings of a configuration under the names of their flags."""
     values: dict[str, object] = dict(_FIXED)
-    for section in msgspec.structs.fields(Config):
-        value = getattr(config, section.name)
+    for section in Config.__struct_fields__:
+        value = getattr(config, section)
         if isinstance(value, msgspec.Struct):
-            values |= {item.name: getattr(value, item.name) for item in msgspec.structs.fields(type(value))}
+            values |= {name: getattr(value, name) for name in value.__struct_fields__}
     files = config.data.prompt_data
     values |= {
         "calculate_per_token_loss": config.algorithm.loss_aggregation == "token_mean",
