@@ -99,7 +99,7 @@ def raised(error: BaseException) -> str:
     libraries = (*OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     own = [(code, line) for code, line in places if not code.co_filename.startswith(libraries)]
     place = f" ({own[-1][0].co_filename}:{own[-1][1]} in {own[-1][0].co_name})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {error}{'' if place in str(error) else place}"
 
 
 def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ()) -> Callable[..., Any]:

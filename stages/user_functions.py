@@ -20,7 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from models.slime_arguments import SlimeArguments, slime_arguments
 from stages.base import Stage
 from stages.errors import UntrainableGroup
 from stages.graders.grade import GradeRequest, UnknownGraderError
-from stages.graders.registry import custom_grader, is_import_path
+from stages.graders.registry import ARGS, custom_grader, is_import_path
 from stages.group.filters import import_filter
 from stages.messages import Float32Array as Floats
 from stages.messages import Int32Array as Ids
@@ -46,6 +46,7 @@ TRY_S: Final = 20  # for one call
 _STEP: Final = ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler")
 
 
+_AWAITED: Final = ("grader", "group_grader", "tool", "stage", "filter", "generate", "rollout", "eval")  # may be async
 _NAMED: Final = ("advantage", "policy_loss", "buffer_order")  # their flags take names as well
 
 
@@ -81,6 +82,7 @@ def made_up() -> RolloutSlice:
 
 def _grade(path: str, config: Config, responses: tuple[str, ...] = ()) -> None:
     request = GradeRequest(path, "" if responses else "2", "2", responses=responses, n_tokens=2, prompt="1 + 1 =")
+    vars(ARGS).update(vars(slime_arguments(config)))
     grade = custom_grader(path)(request)
     if grade.error is not None:
         raise TypeError(grade.error)
@@ -179,7 +181,7 @@ def _stage(path: str) -> None:
 class Kind(NamedTuple):
     """Functions of one flag: how one is imported and tried, and whether any exception of the trial is a fault."""
 
-    load: Callable[[str], object]
+    load: Callable[[str], Any]
     flag: str = ""
     attempt: Callable[[str, Config], None] | None = None  # none calls it
     strict: bool = False
@@ -253,7 +255,9 @@ def faults(functions: Sequence[str], tries: Config | None = None) -> tuple[list[
         kind = KINDS[name]
         option = f"{kind.flag}: " if kind.flag else "[[stage]]: " if name == "stage" else ""
         try:
-            kind.load(path)
+            function = kind.load(path)
+            if name not in _AWAITED:
+                hooks.plain(path, function)
             if tries is not None and (found := tried(kind, path, tries)):
                 (problems if found[1] else warnings).append(f"{option}{found[0]}")
         except (ImportPathError, UnknownGraderError, UnknownToolError) as error:

@@ -53,7 +53,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     evaluation=False) -> groups of samples"""
     custom_args: dict[str, Any] = {}
     """values that functions with slime's interface find in args, beside the settings of the run; "none" = None"""
-    custom_generate_deadline_secs: Annotated[Positive, ReadBy("a function of yours that generates")] = 1800.0
+    custom_generate_deadline_secs: Annotated[
+        Positive, ReadBy("a function of yours that generates or --eval-function-path")
+    ] = 1800.0
     """seconds after which a call of such a function is cancelled, and its rollouts fail"""
     server_concurrency: Count = 512
     """most samples in flight per engine"""

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from configs.schema import Config
 from configs.schema.notation import did_you_mean
-from stages.graders.registry import is_import_path
+from stages.graders.registry import is_import_path, normal_import_path
 
 LISTED = 20
 
@@ -202,11 +202,6 @@ def _metadata(value: object, keys: RowKeys) -> tuple[str, str | None]:
     if keys.trusted is not None:
         _refuse_code(value, key, keys.trusted)
     return _json_text(value, key), rm_type
-
-
-def normal_import_path(path: str) -> str:
-    """`package.module.function`, as slime writes it, as `package.module:function`."""
-    return path if ":" in path else ":".join(path.rsplit(".", 1))
 
 
 def trusted_functions(config: Config) -> frozenset[str] | None:

@@ -112,6 +112,8 @@ class GenerateFunctions:
 
     async def _rollout(self, path: str, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
         function, replace = self._function(path), msgspec.structs.replace
+        by_row = path != self.config.rollout.custom_generate_function_path
+        named_by = f"{'generate_function_path' if by_row else '--custom-generate-function-path'} {path}"
         gateway = await self.open_gateway()
         session = Session(NoChat(), sample.index)
         named = _named(function, evaluation=group.purpose == "eval")
@@ -121,14 +123,14 @@ class GenerateFunctions:
         record = await self._answers.open(group, sample.index)
         with gateway.session(OpenSession(group, sample, session, record)) as key:
             args = self.args.with_router(gateway.url, key)
-            returned, ending = await self.outcome(path, self.loop.call(function(args, given, params, **named)))
+            returned, ending = await self.outcome(named_by, self.loop.call(function(args, given, params, **named)))
         if ending:
             return (replace(sample, **ending),)
         try:
             reward_key = self.config.reward.reward_key
             return returned_rollout(returned, session.samples(), sample, reward_key, group.row_metadata)
         except ReturnedError as error:
-            return (replace(sample, status="failed", error=f"{path}: {error}"),)
+            return (replace(sample, status="failed", error=f"{named_by}: {error}"),)
 
     def start(self, function: Callable[..., Any], *given: object, evaluation: bool) -> Any:
         """Start a call of a function for whole batches, sync or async; returns an awaitable."""
@@ -169,7 +171,7 @@ class GenerateFunctions:
         if not done and drained:
             return None, {"status": "aborted"}
         if not done:
-            return None, failure(f"{name} took longer than {limit_s:g} s")
+            return None, failure(f"{name} took longer than {limit_s:g} s (--custom-generate-deadline-secs)")
         returned = calling.result()
         if isinstance(returned, Exception):
             log.warning("%s failed: %r", name, returned, exc_info=returned)

@@ -94,7 +94,7 @@ class RolloutFunction:
     """The rollout function of a run, in its only replica of the generate stage."""
 
     def __init__(self, config: Config, functions: GenerateFunctions, path: str) -> None:
-        self.config, self.path = config, path
+        self.config, self.name = config, f"--rollout-function-path {path}"
         self._functions, self._function = functions, rollout_function(path)
         self._waiting: deque[_Drawn] = deque()
         self._changed = threading.Condition()
@@ -132,18 +132,18 @@ class RolloutFunction:
             args = self._functions.args.with_router(gateway.url, key)
             args.rollout_batch_size = args.over_sampling_batch_size = wanted
             call = self._functions.start(self._function, args, rollout_id, source, evaluation=False)
-            returned, ending = await self._functions.outcome(self.path, call)
+            returned, ending = await self._functions.outcome(self.name, call)
         drawn = source.end()
         if not drawn:  # otherwise it would be called for ever
             drawn = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            returned, ending = None, ending or failure(f"{self.path} drew nothing from data_source.get_samples")
+            returned, ending = None, ending or failure(f"{self.name} drew nothing from data_source.get_samples")
         groups = getattr(returned, "samples", returned)
         metrics = finite_numbers(getattr(returned, "metrics", None), "rollout_function/")
         try:
             by_rollout = _by_rollout(groups)
         except ReturnedError as error:
-            by_rollout, ending = {}, failure(f"{self.path}: {error}")
-        ending, recorded = ending or failure(f"{self.path} drew it, and did not return it"), session.recorded
+            by_rollout, ending = {}, failure(f"{self.name}: {error}")
+        ending, recorded = ending or failure(f"{self.name} drew it, and did not return it"), session.recorded
         for entry in drawn:
             for sample in entry.samples:
                 parts = by_rollout.get(entry.group.group_id * entry.group.n_samples + sample.index)
@@ -164,7 +164,7 @@ class RolloutFunction:
         try:
             rollout = returned_rollout(parts, recorded, sample, key, row)
         except ReturnedError as error:
-            return (replace(sample, status="failed", error=f"{self.path}: {error}"),)
+            return (replace(sample, status="failed", error=f"{self.name}: {error}"),)
         return (*rollout[:-1], replace(rollout[-1], metrics={**rollout[-1].metrics, **metrics}))
 
 

@@ -5,7 +5,7 @@ process hangs or dies, its item is tried again and then failed. Graders are ther
 twice for the same sample. A text that keeps a grader with a `Grader.wrong` busy until its deadline is wrong at once: a
 second attempt would end the same way. A process that died, or had no processor to run on, is never the text's fault.
 
-    python -m stages.graders.pool SOCKET_FD PARENT_PID     one of the processes; MEMORY_BYTES on stdin
+    python -m stages.graders.pool SOCKET_FD PARENT_PID     one of the processes; MEMORY_BYTES and settings on stdin
 
 A call is the name of a grader, to import it outside of any deadline, or a GradeRequest, whose value is its Grade. Calls
 run one after another, without an event loop: an async grader brings its own.
@@ -26,8 +26,10 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
+from configs.schema import Config
+from models.slime_arguments import slime_arguments
 from stages.graders.grade import Grade, GradeRequest, PoolError, UnknownGraderError, clean, failed
-from stages.graders.registry import find_grader, grade_request, listed_grader, refusal
+from stages.graders.registry import ARGS, find_grader, grade_request, listed_grader, refusal
 from stages.graders.synthetic import IN_WORKER_VARIABLE
 from stages.workers.guard import read_arguments
 from stages.workers.process import LOAD_LIMIT_S, CallFailed, WorkerLost, WorkerProcess
@@ -51,8 +53,8 @@ class Fault(Struct, frozen=True):
 class _Seat:
     """A worker process, and how many items its current incarnation has graded."""
 
-    def __init__(self) -> None:
-        self.worker = WorkerProcess("stages.graders.pool", (MEMORY_BYTES,))
+    def __init__(self, settings: str) -> None:
+        self.worker = WorkerProcess("stages.graders.pool", (MEMORY_BYTES, settings))
         self.served = 0
         self._loaded: set[str] = set()
         self._incarnation = 0
@@ -111,13 +113,22 @@ class _Seat:
 class GraderPool:
     """`workers` processes with a deadline for each item; 0 refuses all but cheap built-in graders.
 
-    Use as an async context manager.
+    Use as an async context manager. `config`: the run's, which functions of slime's signature find in `args`.
     """
 
-    def __init__(self, workers: int, deadline_s: float, retries: int = 1, *, recycle_after: int = RECYCLE_AT) -> None:
+    def __init__(
+        self,
+        workers: int,
+        deadline_s: float,
+        retries: int = 1,
+        *,
+        recycle_after: int = RECYCLE_AT,
+        config: Config | None = None,
+    ) -> None:
+        settings = msgspec.msgpack.encode(config or Config()).hex()
         self._deadline_s, self._retries, self._recycle_after = deadline_s, retries, recycle_after
         self._slots = asyncio.Semaphore(workers)
-        self._seats = [_Seat() for _ in range(workers)]
+        self._seats = [_Seat(settings) for _ in range(workers)]
         self._idle = list(self._seats)  # a stack: a process that is not needed is never started
         self._open = False
 
@@ -231,7 +242,10 @@ def main(arguments: list[str]) -> None:
     """Serve until the socket closes. Does not return."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[IN_WORKER_VARIABLE] = "1"
-    serve_in_turn(become_worker(*map(int, arguments)), lambda: (answer, None))
+    *numbers, settings = arguments
+    config = msgspec.msgpack.decode(bytes.fromhex(settings), type=Config)
+    vars(ARGS).update(vars(slime_arguments(config)))
+    serve_in_turn(become_worker(*map(int, numbers)), lambda: (answer, None))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from configs.schema.notation import nearest
 from models.import_path import ImportPathError, import_function, raised
+from models.slime_arguments import SlimeArguments
 from stages.graders import synthetic
 from stages.graders.code import code_grader
 from stages.graders.grade import Entry, Grade, Grader, GradeRequest, Run, UnknownGraderError, as_grade, failed
@@ -35,6 +36,8 @@ from stages.graders.text import compare, ifeval, ifeval_rules
 
 IMPORT_PATH = re.compile(r"(?:[A-Za-z_][\w.]*|[\w./~-]+\.py):[A-Za-z_]\w*")
 _PARAMETERS = ("response", "label", "metadata")
+
+ARGS: Final = SlimeArguments()  # the run's settings, for functions of slime's signature; set where graders run
 
 _Ask = Callable[[GradeRequest, dict[str, object]], object]  # (request, its metadata) -> the function's return value
 
@@ -71,7 +74,6 @@ def _ask(
 
 def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metadata: dict[str, object]) -> object:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
-    from models.slime_arguments import SlimeArguments
     from stages.slime.convert import put_back
     from stages.slime.types import Sample, label_of
 
@@ -86,7 +88,8 @@ def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metada
     lefts = [one.get("left", {}) for one in ended if one["graded"]] if request.responses else [own]
     for sample, left in zip(samples, lefts, strict=False):
         put_back(sample, left)
-    return function(SlimeArguments(reward_key=request.reward_key), samples if request.responses else samples[0])
+    args = SlimeArguments(**{**vars(ARGS), "reward_key": request.reward_key})
+    return function(args, samples if request.responses else samples[0])
 
 
 def _has_prompt(path: str, function: Callable[..., object]) -> bool:
@@ -209,6 +212,11 @@ def find_grader(name: str) -> Grader:
         except ValueError as error:
             raise UnknownGraderError(f"rm_type {name!r} cannot be used ({error}); write {entry.form}") from None
     return msgspec.structs.replace(grader, run=partial(_grade_box, grader)) if boxed else grader
+
+
+def normal_import_path(path: str) -> str:
+    """`package.module.function`, as slime writes it, as `package.module:function`."""
+    return path if ":" in path else ":".join(path.rsplit(".", 1))
 
 
 def is_import_path(name: str) -> bool:

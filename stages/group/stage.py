@@ -231,7 +231,7 @@ class GroupStage(Stage):
                 decision = await _decide(filter_, kept)
             except Exception as error:
                 self.activity.failures += 1
-                return settlement(slice_, "failed", f"group filter: {raised(error)}")
+                return settlement(slice_, "failed", f"--dynamic-sampling-filter-path: {raised(error)}")
             if not decision.keep:
                 self.activity.count("filtered")
                 return settlement(slice_, "filtered", decision.reason or "filtered")

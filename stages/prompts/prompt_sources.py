@@ -40,8 +40,9 @@ from models.import_path import import_path, raised
 from models.slime_arguments import slime_arguments
 from stages.data.prepare import PreparedPrompt, Preparer
 from stages.data.prompt_set import PromptSet
-from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
+from stages.data.rows import BadValue, LoadReport, RowKeys, parse_row, trusted_functions
 from stages.errors import DataSourceError, EmptyDataError
+from stages.graders.registry import normal_import_path
 from stages.messages import Int32Array, PromptGroup, RolloutSlice, VersionRun, wire, without_prompt
 from stages.prompts.ledger import DrawnRow
 from stages.rollouts import new_sample, with_tokens
@@ -220,7 +221,13 @@ class DrawnPrompts:
             while self.reached < position:
                 wanted = position - self.reached
                 ask = partial(self._source.get_samples, wanted)
-                rows = [self._row(group) for group in await asyncio.to_thread(self._called, "get_samples", ask)]
+                groups = await asyncio.to_thread(self._called, "get_samples", ask)
+                if not isinstance(groups, list | tuple):
+                    raise DataSourceError(
+                        f"--data-source-path {self.path}: get_samples returned {type(groups).__name__}; return a list "
+                        "of groups, each a list of samples"
+                    )
+                rows = [self._row(group) for group in groups]
                 if not rows:
                     raise DataSourceError(
                         f"{self.path}.get_samples({wanted}) gave no group; a source goes on for as long as the run "

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from configs.schema.data import RewardConfig
 from stages.graders.grade import Grade, UnknownGraderError, failed
+from stages.graders.registry import normal_import_path
 from stages.messages import Sample
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -69,6 +70,10 @@ class Row(Struct, frozen=True):
 
     rm_type: str | None = None
     custom_rm_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.custom_rm_path:
+            msgspec.structs.force_setattr(self, "custom_rm_path", normal_import_path(self.custom_rm_path))
 
 
 class Selection:

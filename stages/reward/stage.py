@@ -124,7 +124,8 @@ class Grading:
         )
         self._cache = GradeCache(CACHED_GRADES)
         self._selection = Selection(reward)
-        self._pool = GraderPool(reward.reward_workers, reward.reward_deadline_s, reward.reward_retries)
+        limits = (reward.reward_workers, reward.reward_deadline_s, reward.reward_retries)
+        self._pool = GraderPool(*limits, config=config)
         self._stack = AsyncExitStack()
         self.outside = Outside(context, self._stack)
 

@@ -33,6 +33,13 @@ def generate_function(path: str) -> Callable[..., Any]:
     return function
 
 
+def plain(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which is called without `await`. Raises ImportPathError."""
+    if inspect.iscoroutinefunction(function):
+        raise ImportPathError(f"import path {path!r} is async, but nobody would await it; write def, not async def")
+    return function
+
+
 def taking(*parameters: str, optional: tuple[str, ...] = ()) -> Callable[[str], Callable[..., Any]]:
     """Imports functions that take these parameters. What it returns raises ImportPathError."""
     return lambda path: import_function(path, *parameters, optional=optional)
@@ -58,7 +65,7 @@ def data_source(path: str) -> type[Any]:
                 f"import path {path!r}: {source.__name__} has no {name}({', '.join(parameters)}); a data source has "
                 "get_samples(n), save(rollout_id), load(rollout_id) and __len__()"
             )
-        _callable_with(f"{path}.{name}", method, "self", *parameters)
+        _callable_with(f"{path}.{name}", plain(f"{path}.{name}", method), "self", *parameters)
     _callable_with(path, source, "args")
     return source
 
@@ -97,11 +104,13 @@ def shown(slice_: RolloutSlice) -> list[slime.Sample]:
 
 def group_filter(path: str, config: Config | None) -> Callable[[RolloutSlice], tuple[bool, str | None]]:
     """`(args, samples) -> keep, or an object with keep and reason`. Raises ImportPathError."""
-    function = import_function(path, "args", "samples")
+    function = plain(path, import_function(path, "args", "samples"))
     args = SlimeArguments() if config is None else slime_arguments(config)
 
     def judge(slice_: RolloutSlice) -> tuple[bool, str | None]:
         answer = function(args, shown(slice_))
+        if answer is None:
+            raise TypeError("it returned None; return True or False, or an object with keep")
         return bool(getattr(answer, "keep", answer)), getattr(answer, "reason", None)
 
     return judge

@@ -243,7 +243,7 @@ READERS: list[tuple[str, ...]] = [
      "--tool-result-template {result}!"),
     ("--tools or an [[environment]]", "'environment=[{\"name\": \"maze\"}]'", "", "--tool-call-open ["),
     ("a loop stage or a function of yours that generates", "--tools calculator", "", "--max-turns 9"),
-    ("a function of yours that generates", "--custom-generate-function-path json:loads", "",
+    ("a function of yours that generates or --eval-function-path", "--custom-generate-function-path json:loads", "",
      "--custom-generate-deadline-secs 9"),
     ("a remote grader or a judge", REMOTE, "", "--rm-concurrency 9", "--rm-retries 9"),
     ("a remote grader or a judge", BY_JUDGE, "", "--rm-timeout-s 9"),

@@ -54,7 +54,7 @@ from pipeline.preflight.refusals import (
     sglang_parts,
     sglang_warnings,
 )
-from stages.user_functions import faults
+from stages.user_functions import KINDS, faults
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 from tests.stages.stage_rig import make_config
 
@@ -199,6 +199,38 @@ def test_functions_of_the_user_are_tried_before_anything_starts(
     assert not warnings
     assert len(found) == bool(words)
     assert not words or re.search(words.replace("{here}", str(tmp_path / "my_faults.py")), found[0]), found
+
+
+ASYNC = """
+async def filter(args, samples): return False
+async def sample_filter(args, groups): ...
+async def all_samples(args, samples, data_source): ...
+async def data_post_process(args, rollout_id, rollout_data): ...
+async def buffer_order(args, rollout_id, buffer, num_samples): return buffer
+async def log(rollout_id, args, samples, rollout_extra_metrics, rollout_time): ...
+async def eval_log(rollout_id, args, data, extra_metrics): ...
+async def megatron_init(args): ...
+async def tis(args, **given): ...
+class source:
+    def __init__(self, args): ...
+    async def get_samples(self, n): return []
+    def save(self, rollout_id): ...
+    def load(self, rollout_id=None): ...
+    def __len__(self): return 1
+"""
+
+
+def test_an_async_function_is_refused_where_nobody_awaits_it(tmp_path: Path) -> None:
+    """It would do nothing, and a filter keep everything."""
+    (tmp_path / "my_late.py").write_text(ASYNC)
+    names = re.findall(r"^(?:async def|class) (\w+)", ASYNC, re.MULTILINE)
+    with importable(tmp_path):
+        found, warnings = faults([f"{name}=my_late:{name}" for name in names], Config())
+    assert warnings == []
+    assert len(found) == len(names) == 10
+    for name, fault in zip(names, found, strict=True):
+        assert fault.startswith(f"{KINDS[name].flag}: import path 'my_late:{name}")
+        assert fault.endswith("is async, but nobody would await it; write def, not async def")
 
 
 def test_functions_are_tried_with_the_settings_of_the_run() -> None:

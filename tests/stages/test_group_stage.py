@@ -125,7 +125,7 @@ DIVIDE = {**NONZERO, "dynamic_sampling_filter_path": f"{PARTS}:divide"}
         ({"dynamic_sampling_filter_path": f"{PARTS}:no_sevens"}, (0.0, 1.0), "filtered", "custom"),
         ({"dynamic_sampling_filter_path": f"{PARTS}:short_only"}, (0.0, 1.0), "filtered", "longest_9"),
         (DIVIDE, (1.0, 1.0), "filtered", "zero_std_1.0"),
-        (DIVIDE, (0.0, 1.0), "failed", "group filter: ZeroDivisionError: division by zero"),
+        (DIVIDE, (0.0, 1.0), "failed", "--dynamic-sampling-filter-path: ZeroDivisionError: division by zero"),
     ],
 )
 async def test_the_first_filter_that_rejects_names_the_reason(

@@ -132,7 +132,8 @@ async def test_a_row_may_name_its_own_function(tmp_path: Path) -> None:
         [(drifting,)] = await made(world, make_group(3, 1, metadata=by(":drifting")))
     assert [sample.status, broken.status, drifting.status] == ["completed", "failed", "failed"]
     words = rf"{CODE}\.raising raised ConnectionError: the sandbox is gone \(/.*/user_code\.py:\d+ in raising\)"
-    assert re.fullmatch(words, broken.error or "")
+    assert re.fullmatch(f"--custom-generate-function-path {words}", broken.error or "")
+    assert str(drifting.error).startswith(f"generate_function_path {CODE}:drifting: "), "not the run's, but the row's"
     assert "from token 7 on they are not what the engine was sent and answered" in str(drifting.error)
     assert "send input_ids=sample.tokens" in str(drifting.error)
 
@@ -154,7 +155,7 @@ async def test_a_row_names_a_function_in_a_run_that_has_none(tmp_path: Path) -> 
 async def test_a_function_that_hangs_fails_at_its_deadline(tmp_path: Path) -> None:
     async with world_of(tmp_path, "waiting", custom_generate_deadline_secs=0.2) as world:
         [(sample,)] = await made(world, make_group(1, 1))
-    assert (sample.status, sample.error) == ("failed", f"{CODE}.waiting took longer than 0.2 s")
+    assert (sample.status, sample.error) == ("failed", f"--custom-generate-function-path {CODE}.waiting took longer than 0.2 s (--custom-generate-deadline-secs)")
 
 
 async def drained(world: World, calls: int) -> None:
@@ -230,7 +231,7 @@ async def test_a_group_that_is_put_back_comes_again_and_one_left_out_fails(tmp_p
     async with batch_world(tmp_path, "drops_the_first", batch=4) as world:
         found = await batch_of(world, 0, 1, 2, 3)
     assert [found[2][0].status, found[3][1].status] == ["completed", "completed"]
-    assert found[0][0].error == f"{CODE}.drops_the_first drew it, and did not return it"
+    assert found[0][0].error == f"--rollout-function-path {CODE}.drops_the_first drew it, and did not return it"
     assert "raised ValueError" in str(found[1][0].error), "the second call drew it alone, and wants two"
 
 
