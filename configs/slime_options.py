@@ -43,6 +43,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "fp8-format": "megatron-fp8",
     "log-probs-chunk-size": "logprob-chunk-tokens",
     "sglang-cuda-graph-bs": "sglang-cuda-graph-bs-decode",
+    "sglang-cuda-graph-max-bs": "sglang-cuda-graph-max-bs-decode",
     "tis-threshold": "tis-clip",
     "wandb-project": "project",
     "wandb-group": "run-group",

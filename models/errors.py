@@ -287,3 +287,7 @@ class EnvironmentBroken(LaunchError):
 
 class LaunchRefused(LaunchError):
     """The options contradict each other or the machine."""
+
+
+class NoGpu(LaunchRefused):
+    """The machine has none, and the options ask for some."""

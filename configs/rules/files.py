@@ -221,13 +221,16 @@ def family_faults(config: Config) -> Iterator[str]:
     named = {"hf-checkpoint": config.train.hf_checkpoint, "ref-load": config.train.ref_load}
     named["critic-load"] = config.critic.critic_load
     for flag, name in named.items() if config.train.train_backend == "megatron" else ():
-        kind = found.get("model_type") if name and (found := model_config(name)) is not None else FAMILIES[0]
-        if kind not in FAMILIES:
+        if not name or (found := model_config(name)) is None:
+            continue
+        if (kind := found.get("model_type")) not in FAMILIES:
             yield (
                 f"--{flag} is {name!r}, a model of type {kind!r}, which --train-backend megatron does not build: it "
                 f"knows {', '.join(sorted(FAMILIES))}; --train-backend fsdp takes any causal language model of "
                 "transformers"
             )
+        elif found.get("quantization_config"):
+            yield f"--{flag} is {name!r}, whose weights are quantized; give a checkpoint in bfloat16"
 
 
 # What a command line of slime or Megatron-LM says of the model (`--num-layers`, `--rotary-base`, ...) is compared with

@@ -29,7 +29,7 @@ from models.disk import write_whole
 from models.engines.launch.command import require_router, tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
 from models.engines.launch.options import dashed, router_faults, server_faults
-from models.errors import LaunchError
+from models.errors import LaunchError, NoGpu
 from models.train.megatron.options import option_faults
 from pipeline.errors import NotHere, Refused, UsageError, user_error
 from pipeline.facts.run_log import show_line
@@ -344,6 +344,6 @@ def _faults(config: Config, checks: Sequence[Check], left_out: list[str] | None 
             sentence = str(error) if isinstance(error, UsageError) else user_error(error)
             if sentence is None:
                 raise
-            found = left_out if isinstance(error, NotHere) and left_out is not None else faults
+            found = left_out if isinstance(error, NotHere | NoGpu) and left_out is not None else faults
             found.extend(getattr(error, "faults", (sentence,)))
     return faults

@@ -185,13 +185,17 @@ def test_warnings(argv: str, words: str) -> None:
     one_says(words, settled(TINY, argv)[1])
 
 
-def test_a_model_of_a_type_that_the_ranks_would_refuse_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_the_ranks_would_refuse_is_refused(tmp_path: Path) -> None:
     argv = model(tmp_path, MODEL | {"model_type": "gemma9"})
     words = f"--hf-checkpoint is '{tmp_path}', a model of type 'gemma9', which --train-backend megatron does not build"
     one_says(words, faults_of(argv, "--train-backend megatron"))
     reference = f"--use-kl-loss --kl-loss-coef 0.1 --ref-load {tmp_path} --train-backend megatron"
     one_says(f"--ref-load is '{tmp_path}', a model of", faults_of(TINY, reference))
     assert settled(argv, "--train-backend fsdp")[1] == ()
+    quantized = model(tmp_path, MODEL | {"quantization_config": {"bits": 4}})
+    words = "whose weights are quantized; give a checkpoint in bfloat16"
+    one_says(words, faults_of(quantized, "--train-backend megatron"))
+    assert settled(quantized, "--train-backend fsdp")[1] == ()
     assert set(FAMILIES) == set(registry.FAMILIES), "the ranks' own list"
 
 

@@ -93,6 +93,7 @@ def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
      ["--use-pytorch-profiler", "--profile-step-start", "2", "--tensorboard-dir", "/t"]),
     ("--record-memory-history --memory-recorder torch --memory-snapshot-dir /s --memory-snapshot-num-steps 3",
      ["--record-memory-history", "--memory-snapshot-num-steps", "3"]),
+    ("--sglang-cuda-graph-max-bs 64", ["--sglang-cuda-graph-max-bs-decode", "64"]),
     ("--num-layers 36 --swiglu", ["model.model_args.num-layers=36", "model.model_args.swiglu=true"]),
     ("--optimizer adam run.seed=3", ["run.seed=3"]),
     ("--use-flash-attn --use-mlflow", ["--megatron-attention-backend", "flash", "--report-to", "mlflow"]),

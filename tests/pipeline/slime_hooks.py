@@ -167,9 +167,7 @@ def forgets_to_return(args: Any, samples: list[Sample]) -> None:
     """A filter."""
 
 
-async def log_later(
-    rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float
-) -> bool:
+async def log_later(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
     return True
 
 

@@ -50,6 +50,7 @@ from pipeline.preflight.refusals import (
     check_names,
     check_trainer,
     prepare_sglang,
+    refusals,
     refuse,
     sglang_parts,
     sglang_warnings,
@@ -353,6 +354,14 @@ def test_each_fault_is_one_sentence_and_all_are_reported_together(
     for fault, one in zip(found, words, strict=True):
         assert one in fault
         assert "\n" not in fault
+
+
+def test_a_plan_for_gpus_may_be_made_where_there_are_none(environment: FakeEnvironment) -> None:
+    planned, left_out = config("--engine", "sglang", "--rollout-num-gpus-per-engine", "2"), list[str]()
+    assert refusals(planned, (), left_out) == []
+    assert "sees no GPU" in "".join(left_out)
+    with pytest.raises(Refused, match="sees no GPU"):
+        refuse(planned)
 
 
 def test_a_missing_environment_is_a_usage_error(tmp_path: Path, environment: FakeEnvironment) -> None:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from configs.schema import Config, router_kind
 from models.engines.launch.environment import SHIMS, Installed, Part
 from models.engines.launch.options import dashed, rendered
-from models.errors import EnvironmentMissing, LaunchRefused
+from models.errors import EnvironmentMissing, LaunchRefused, NoGpu
 
 LOOPBACK: Final = "127.0.0.1"
 RUNNER: Final = str(Path(__file__).with_name("inside.py"))
@@ -163,7 +163,7 @@ def tensor_parallel(config: Config, installed: Installed) -> int:
     """Ranks that share each layer: the GPUs of one engine divided by its pipeline stages. Raises LaunchRefused."""
     gpus = config.sglang.rollout_num_gpus_per_engine
     if gpus > 1 and not installed.cuda:
-        raise LaunchRefused(
+        raise NoGpu(
             f"--rollout-num-gpus-per-engine is {gpus}, but {installed.python} sees no GPU; set it to 1, where an "
             "engine is one process on the CPU"
         )

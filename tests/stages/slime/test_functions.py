@@ -155,7 +155,8 @@ async def test_a_row_names_a_function_in_a_run_that_has_none(tmp_path: Path) -> 
 async def test_a_function_that_hangs_fails_at_its_deadline(tmp_path: Path) -> None:
     async with world_of(tmp_path, "waiting", custom_generate_deadline_secs=0.2) as world:
         [(sample,)] = await made(world, make_group(1, 1))
-    assert (sample.status, sample.error) == ("failed", f"--custom-generate-function-path {CODE}.waiting took longer than 0.2 s (--custom-generate-deadline-secs)")
+    words = f"--custom-generate-function-path {CODE}.waiting took longer than 0.2 s (--custom-generate-deadline-secs)"
+    assert (sample.status, sample.error) == ("failed", words)
 
 
 async def drained(world: World, calls: int) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.model_shapes import FAMILIES as PLANNED
 from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.families.config_json import read_rope
@@ -94,6 +95,7 @@ def test_an_unknown_model_type_is_refused_with_the_nearest_known() -> None:
 
 
 def test_every_family_is_known_to_transformers_or_a_name_of_deepseek() -> None:
+    assert set(FAMILIES) == set(PLANNED), "a plan refuses all others"
     for model_type in FAMILIES.keys() - {"kimi_k2"}:
         assert model_type in transformers.CONFIG_MAPPING
 
