@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import stages.slime
 from models.import_path import ImportPathError, import_path
 from models.slime_arguments import slime_arguments
 from stages.errors import BufferOrderError, UntrainableGroup
@@ -36,6 +37,7 @@ from tests.stages.stage_rig import (
 from tests.stages.train_rig import open_training
 
 CODE = "tests.stages.slime.user_code"
+ROOT = Path(__file__).parents[3]
 
 
 def trained(function: str, slice_: RolloutSlice) -> Any:
@@ -195,6 +197,13 @@ def test_functions_find_the_held_out_sets_in_args() -> None:
     )  # fmt: skip
     assert (second.name, second.path, second.n_samples_per_eval_prompt) == ("b", "d/b.jsonl", 1)
     assert (second.input_key, second.rm_type) == (config.data.input_key, config.reward.rm_type)
+
+
+def test_the_names_of_the_page_are_there() -> None:
+    table = (ROOT / "docs" / "slime.md").read_text().partition("| name | module there |")[2].partition("\n\n")[0]
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(names) == stages.slime.__all__
+    assert stages.slime.load_function(f"{CODE}.see_all") is user_code.see_all
 
 
 def test_a_function_may_be_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
