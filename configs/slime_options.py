@@ -128,7 +128,7 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "qwen-gdn-backend": "linear attention is not implemented",
     "freeze-indexer": "sparse attention is not implemented",
     "reset-optimizer-states": "start a new run with --hf-checkpoint and the saved weights",
-    "rollout-sample-hook-path": "a stage of yours after reward sees every sample",
+    "rollout-sample-hook-path": "a stage of yours after generate sees every sample before its reward",
     "train-env-vars": "set them in the shell; every process of the run inherits them",
     "use-stateless-adam": "the optimizer is AdamW; --optimizer-cpu-offload keeps its state on the host",
     **dict.fromkeys(("only-train-params-name-list", "freeze-params-name-list"),

@@ -117,6 +117,8 @@ class Waits:
         if not open_ and not self.stage.capacity and self.stage.trainer_up:
             carry = f"carry version {self.stage.version}" if self.stage.version >= 0 else "have no weights yet"
             text += f", for no prompt may enter: the engines {carry}, train has done {self.stage.steps} batches"
+        elif not open_ and self.stage.capacity and (source := self.config.data.data_source_path):
+            text += f", for --data-source-path {source} is asked for prompts"
         if others:
             text += f"; {others} prompts of an evaluation are under way"
         elif self.stage.evals_pending:

@@ -38,6 +38,7 @@ from configs.schema import Config, DataConfig
 from models.engines.noise import GOLDEN, mix64, mix_array
 from models.import_path import import_path, raised
 from models.slime_arguments import slime_arguments
+from stages.base import in_daemon_thread
 from stages.data.prepare import PreparedPrompt, Preparer
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import BadValue, LoadReport, RowKeys, parse_row, trusted_functions
@@ -221,7 +222,7 @@ class DrawnPrompts:
             while self.reached < position:
                 wanted = position - self.reached
                 ask = partial(self._source.get_samples, wanted)
-                groups = await asyncio.to_thread(self._called, "get_samples", ask)
+                groups = await self._in_thread("get_samples", ask)
                 if not isinstance(groups, list | tuple):
                     raise DataSourceError(
                         f"--data-source-path {self.path}: get_samples returned {type(groups).__name__}; return a list "
@@ -240,7 +241,7 @@ class DrawnPrompts:
     async def save(self, step: int) -> None:
         """Have the source save its state after `step` batches; `kept`, called right behind, is of the same moment."""
         async with self._asking:
-            await asyncio.to_thread(self._called, "save", lambda: self._source.save(step - 1))
+            await self._in_thread("save", lambda: self._source.save(step - 1))
 
     def kept(self) -> dict[int, DrawnRow]:
         """All rows whose group has not ended."""
@@ -274,6 +275,10 @@ class DrawnPrompts:
                 f"{self._limit}; leave such rows out, or raise --rollout-max-context-len"
             )
         return prepared
+
+    async def _in_thread(self, name: str, call: Callable[[], Any]) -> Any:
+        """Waits for a method of the source. One that hangs does not keep the process from ending."""
+        return await asyncio.wrap_future(in_daemon_thread(partial(self._called, name, call), "data-source"))
 
     def _called(self, name: str, call: Callable[[], Any]) -> Any:
         try:

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from configs.schema import Config
 from models.import_path import ImportPathError, has_args, import_function, import_path
 from models.slime_arguments import SlimeArguments, slime_arguments
+from stages.base import in_daemon_thread
 from stages.messages import RolloutSlice
 from stages.slime import types as slime
 from stages.slime.convert import given_sample, put_back
@@ -130,7 +132,7 @@ def removed(function: Callable[..., Any], args: object, slice_: RolloutSlice) ->
 async def logged(flag: str, function: Callable[..., Any], *given: object) -> None:
     """Call a log function in a thread. Its exceptions are logged as warnings, because a log must not end a run."""
     try:
-        await asyncio.to_thread(function, *given)
+        await asyncio.wrap_future(in_daemon_thread(partial(function, *given), "log-function"))
     except Exception as error:
         log.warning("%s raised %s: %s", flag, type(error).__name__, error, exc_info=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,3 +190,9 @@ class Numbers:
 
     def __len__(self) -> int:
         return 1
+
+
+class Hangs(Numbers):
+    def get_samples(self, num_samples: int) -> int:
+        threading.Event().wait()
+        return num_samples

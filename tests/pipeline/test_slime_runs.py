@@ -129,6 +129,8 @@ def test_functions_are_called_in_megatrons_processes(place: Path) -> None:
      "--custom-rollout-log-function-path: import path 'mine:log_later' is async, but nobody would await it; write def"),
     ("--data-source-path mine.Numbers", 2,
      "--data-source-path mine:Numbers: get_samples returned int; return a list of groups, each a list of samples"),
+    ("--data-source-path mine.Hangs --stall-limit-s 3 --drain-s 1", 7,
+     "no groups are under way, for --data-source-path mine:Hangs is asked for prompts"),
     ("--custom-model-provider-path mine.Judge", 2,
      "--custom-model-provider-path is no flag: what the model is comes from --hf-checkpoint"),
     ("--custom-update-weight-post-write-path mine.spoils", 2,
