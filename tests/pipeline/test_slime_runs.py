@@ -102,9 +102,9 @@ def test_functions_are_called_in_megatrons_processes(place: Path) -> None:
         "--custom-megatron-before-train-step-hook-path", "mine.py:before_step", cwd=place,
     )  # fmt: skip
     calls = noted(place, "megatron")
-    assert calls[0] == ["init", 1, 1e-4]
-    assert ["log_prob ", 1] in calls[1:-1]
-    assert calls[-1] == ["step", 0, 0]
+    assert calls[:2] == [["init", 1, 1e-4], ["log_prob ", 1]]
+    assert calls.count(["step", 0, 0]) == 1
+    assert {call[0] for call in calls[2:]} <= {"log_prob ", "step"}, "the policy is scored again, before or behind it"
     files = (Path(model[-1]), done.run_dir / "checkpoints" / "step-00000001" / "hf")
     before, after = (load_file(file / "model.safetensors") for file in files)
     for name, values in before.items():
