@@ -40,7 +40,7 @@ EngineError
 └── EngineServerError       raised inside a server process
     ├── EngineStartError        checkpoint, device or port cannot be used
     │   └── LaunchError             base of what `launch` raises before it starts a server
-    │       ├── EnvironmentMissing      no interpreter, or SGLang or the router is not installed for it
+    │       ├── EnvironmentMissing      no interpreter, no GPU, or SGLang or the router is not installed
     │       ├── EnvironmentBroken       it is installed, but does not import
     │       └── LaunchRefused           the configuration asks for a server that this environment cannot run
     ├── RequestRefused          becomes a 400 answer
@@ -278,7 +278,7 @@ class LaunchError(EngineStartError):
 
 
 class EnvironmentMissing(LaunchError):
-    """There is no environment to start it in."""
+    """There is no environment to start it in, or no GPU."""
 
 
 class EnvironmentBroken(LaunchError):
@@ -287,7 +287,3 @@ class EnvironmentBroken(LaunchError):
 
 class LaunchRefused(LaunchError):
     """The options contradict each other or the machine."""
-
-
-class NoGpu(LaunchRefused):
-    """The machine has none, and the options ask for some."""

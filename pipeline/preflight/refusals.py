@@ -29,7 +29,7 @@ from models.disk import write_whole
 from models.engines.launch.command import require_router, tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
 from models.engines.launch.options import dashed, router_faults, server_faults
-from models.errors import LaunchError, NoGpu
+from models.errors import EnvironmentMissing, LaunchError
 from models.train.megatron.options import option_faults
 from pipeline.errors import NotHere, Refused, UsageError, user_error
 from pipeline.facts.run_log import show_line
@@ -274,8 +274,16 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
         installed = probe(find_python(config.sglang, ROOT), wanted)
     except LaunchError as error:
         raise NotHere(f"SGLang's environment: {error}") from error
-    if faults := [*_sglang_faults(config, installed, wanted)]:
+    faults, missing = list[str](), list[str]()
+    for part in wanted:
+        try:
+            faults += _sglang_faults(config, installed, part)
+        except EnvironmentMissing as error:
+            missing.append(str(error))
+    if faults:
         raise Refused(faults)
+    if missing:
+        raise NotHere("; ".join(missing))
     for line in sglang_warnings(config, installed) if warn and "server" in wanted else ():
         show_line(f"warning: {line}")
     return installed
@@ -293,18 +301,15 @@ def sglang_warnings(config: Config, installed: Installed) -> Iterator[str]:
         )
 
 
-def _sglang_faults(config: Config, installed: Installed, wanted: Sequence[Part]) -> Iterator[str]:
-    """All faults of this run's options for the environment. Raises LaunchError."""
-    if "server" in wanted:
-        faults = server_faults(config.sglang.sglang_args, installed)
-        yield from faults
-        if not faults:
-            tensor_parallel(config, installed)
-        yield from shared_gpu_faults(config) if installed.cuda else ()
-    for part in wanted:
-        if part != "server":
-            require_router(part, installed)
-            yield from router_faults(config.router.router_args, installed, part)
+def _sglang_faults(config: Config, installed: Installed, part: Part) -> list[str]:
+    """All faults of this run's options for a program of the environment. Raises LaunchError."""
+    if part != "server":
+        require_router(part, installed)
+        return router_faults(config.router.router_args, installed, part)
+    faults = server_faults(config.sglang.sglang_args, installed)
+    if not faults:
+        tensor_parallel(config, installed)
+    return [*faults, *(shared_gpu_faults(config) if installed.cuda else ())]
 
 
 Check = Callable[[Config], object]
@@ -344,6 +349,6 @@ def _faults(config: Config, checks: Sequence[Check], left_out: list[str] | None 
             sentence = str(error) if isinstance(error, UsageError) else user_error(error)
             if sentence is None:
                 raise
-            found = left_out if isinstance(error, NotHere | NoGpu) and left_out is not None else faults
+            found = left_out if isinstance(error, NotHere) and left_out is not None else faults
             found.extend(getattr(error, "faults", (sentence,)))
     return faults

@@ -370,6 +370,19 @@ def test_a_missing_environment_is_a_usage_error(tmp_path: Path, environment: Fak
         prepare_sglang(make_config(engine=SGLANG, sglang={"sglang_python": str(empty.python)}))
 
 
+def test_a_plan_of_engines_on_gpus_can_be_made_where_there_are_none(environment: FakeEnvironment) -> None:
+    """A run is refused there, and what else is wrong is said in either case."""
+    engines = {"rollout_num_gpus_per_engine": 2}
+    config, left_out = make_config(engine=SGLANG, sglang=engines), list[str]()
+    assert refusals(config, (), left_out) == []
+    (line,) = left_out
+    assert "--rollout-num-gpus-per-engine is 2, but" in line
+    with pytest.raises(Refused, match=r"sees no GPU; set it to 1, .*, or start the run where there are GPUs"):
+        refuse(config)
+    wrong = make_config(engine=SGLANG, sglang=engines, router={"router_args": {"assignment_mode": "minload"}})
+    assert "did you mean min_load?" in refusals(wrong, (), left_out)[0]
+
+
 CUDA = Installed(python="python", python_version="3.11", cuda=True)
 
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 from configs.schema import Config, router_kind
 from models.engines.launch.environment import SHIMS, Installed, Part
 from models.engines.launch.options import dashed, rendered
-from models.errors import EnvironmentMissing, LaunchRefused, NoGpu
+from models.errors import EnvironmentMissing, LaunchRefused
 
 LOOPBACK: Final = "127.0.0.1"
 RUNNER: Final = str(Path(__file__).with_name("inside.py"))
@@ -160,18 +160,19 @@ def server_launch(
 
 
 def tensor_parallel(config: Config, installed: Installed) -> int:
-    """Ranks that share each layer: the GPUs of one engine divided by its pipeline stages. Raises LaunchRefused."""
+    """Ranks that share each layer: the GPUs of one engine divided by its pipeline stages. Raises LaunchRefused, and
+    EnvironmentMissing where there is no GPU."""
     gpus = config.sglang.rollout_num_gpus_per_engine
-    if gpus > 1 and not installed.cuda:
-        raise NoGpu(
-            f"--rollout-num-gpus-per-engine is {gpus}, but {installed.python} sees no GPU; set it to 1, where an "
-            "engine is one process on the CPU"
-        )
     # A checked option.
     stages = next((int(value) for key, value in config.sglang.sglang_args.items() if dashed(key) in _PIPELINE), 1)
     if stages < 1 or gpus % stages:
         raise LaunchRefused(
             f"--sglang-pp-size is {stages}, but must divide --rollout-num-gpus-per-engine {gpus}; choose a divisor"
+        )
+    if gpus > 1 and not installed.cuda:
+        raise EnvironmentMissing(
+            f"--rollout-num-gpus-per-engine is {gpus}, but {installed.python} sees no GPU; set it to 1, where an "
+            "engine is one process on the CPU, or start the run where there are GPUs"
         )
     return gpus // stages
 

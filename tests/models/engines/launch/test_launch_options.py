@@ -231,7 +231,7 @@ def test_the_cache_of_a_cpu_is_bounded_but_holds_one_request(
 
 def test_gpus_without_a_gpu_and_odd_splits_are_refused(cpu: Installed, gpu: Installed) -> None:
     two = replace(SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=2))
-    with pytest.raises(LaunchRefused, match=r"--rollout-num-gpus-per-engine is 2, but .* sees no GPU; set it to 1"):
+    with pytest.raises(EnvironmentMissing, match=r"-num-gpus-per-engine is 2, but .* sees no GPU; set it to 1"):
         server(two, cpu)
     odd = replace(SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=4, sglang_args={"pp_size": 3}))
     with pytest.raises(LaunchRefused, match="--sglang-pp-size is 3, but must divide --rollout-num-gpus-per-engine 4"):
