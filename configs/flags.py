@@ -7,6 +7,7 @@ over all sections; a value from text and the same value from TOML go through the
 from __future__ import annotations
 
 import math
+import os.path
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -118,7 +119,9 @@ class Flag(Struct, frozen=True, kw_only=True):
             raise RefusedValue(self.rule) from error
         if isinstance(converted, float) and not math.isfinite(converted):
             raise RefusedValue(f"{self.rule}, and finite")
-        return converted
+        # Of all texts that are settings by themselves, paths alone begin so.
+        home = isinstance(converted, str) and converted.startswith("~/")
+        return os.path.expanduser(converted) if home else converted
 
 
 def show(value: object) -> str:

@@ -75,7 +75,15 @@ def source_fault(label: str, text: str, *, named: bool = False, environments: Co
             "data.jsonl@[0:100]"
         )
     names = () if set("/.") & set(source.path) else (*BUILT_IN_DATA, *environments)
-    hint = cure(source.path, names, f"correct the path, or use the built-in {' or '.join(BUILT_IN_DATA)}")
+    otherwise = f"correct the path, or use the built-in {' or '.join(BUILT_IN_DATA)}"
+    if names and source.path.isidentifier():
+        otherwise += f", or add a table [[environment]] with the name {source.path}, which makes its tasks"
+    elif _HUB_ID.fullmatch(source.path) and not Path(source.path).suffix and not Path(source.path).parent.is_dir():
+        otherwise = (
+            "correct the path, or write the set of the Hugging Face hub into a directory first, with "
+            f"datasets.load_dataset({source.path!r}, split='train').save_to_disk(DIR), and give DIR"
+        )
+    hint = cure(source.path, names, otherwise)
     return f"{label} is {text!r}, but there is no file or directory {source.path!r}; {hint}"
 
 

@@ -154,7 +154,8 @@ def shell_command(argv: Sequence[str]) -> str:
     """`python launch.py` and its flags, one on each line. What a shell must put in stays open to it."""
     lines = ["python launch.py"]
     for _, _, tokens in grouped(argv):
-        quoted = [f'"{token}"' if "$" in token else shlex.quote(token) for token in tokens]
+        homes = [(token[:2] if token.startswith("~/") else "", token) for token in tokens]  # a shell's own, unquoted
+        quoted = [f'"{token}"' if "$" in token else home + shlex.quote(token[len(home) :]) for home, token in homes]
         lines.append(f"    {' '.join(quoted)}")
     return " \\\n".join(lines) + "\n"
 

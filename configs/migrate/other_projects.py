@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from configs.flags import flags
 from configs.layers import ConfigError
-from configs.migrate.other_rules import RULES, Given, Unclear, words
+from configs.migrate.other_rules import RULES, Given, Unclear, listed, words
 from configs.schema.notation import as_number, did_you_mean
 from configs.translate import Answer, grouped
 
@@ -86,17 +86,14 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
-
-
 def converted(path: Path, arguments: tuple[str, ...] | None) -> tuple[list[str], list[str]]:
     """Flags, and the lines of the report. `arguments`: of verl's command in a shell script; None: the file is read.
     Raises `ConfigError`."""
     project, settings = _read(path) if arguments is None else (projects()["verl"], _overrides(arguments))
-    settings = {project.renamed.get(key, key): _referred(value, settings) for key, value in settings.items()}
-    settings = {key: value for key, value in settings.items() if value not in _NOTHING}
-    found = list(_answers(project, Given(project.defaults | settings), settings))
+    settings = {key: _referred(value, settings) for key, value in settings.items()}
+    written = {project.renamed.get(key, key): key for key, value in settings.items() if value not in _NOTHING}
+    settings = {key: settings[name] for key, name in written.items()}
+    found = list(_answers(project, Given(project.defaults | settings, written), settings))
     taken = [(keys, answer) for keys, answer in found if answer is not None and answer.argv]
     held = any("--eval-prompt-data" in answer.argv for _, answer in taken)
     own, added, unread, names = list[str](), list[str](), list[str](), set[str]()
@@ -109,7 +106,7 @@ def converted(path: Path, arguments: tuple[str, ...] | None) -> tuple[list[str],
             elif {"num-epoch": "num-rollout"}.get(name, name) not in names:
                 (added if by_default else own).extend(tokens)
         names |= {name for name, *_ in grouped(answer.argv)}
-    notes = [f"{path}: {project.name}, {len(settings)} keys", *_report(project, settings, found)]
+    notes = [f"{path}: {project.name}, {len(settings)} keys", *_report(project, settings, written, found)]
     if unread:
         notes.append(f"left out, for there is no --eval-prompt-data: {shlex.join(unread)}")
     if added:
@@ -208,20 +205,25 @@ def _flag_words(name: str, value: Any, *, own: bool) -> tuple[str, ...]:
     return () if idle or off else (f"--{plain}", *words(value))
 
 
-def _report(project: Project, settings: Mapping[str, Any], found: list[Found]) -> Iterator[str]:
+def _report(
+    project: Project, settings: Mapping[str, Any], written: Mapping[str, str], found: list[Found]
+) -> Iterator[str]:
+    shown = {key: f"{name}={_short(settings[key])}" for key, name in written.items()}
     own = [([key for key in keys if key in settings], answer) for keys, answer in found]
     own = [(keys, answer) for keys, answer in own if keys]
     loud = {key for keys, answer in own if answer != Answer() for key in keys}
     silent = [key for keys, answer in own if answer == Answer() for key in keys if key not in loud]
     if silent:
-        yield f"left out, for it is so anyway: {' '.join(dict.fromkeys(silent))}"
+        yield f"left out, for it is so anyway: {' '.join(written[key] for key in dict.fromkeys(silent))}"
+    refused = {key for keys, answer in own if answer is None or answer.fault for key in keys}
     for keys, answer in own:
         if answer is not None and answer.argv and not (len(keys) == 1 and keys[0] in project.flags):
-            yield f"changed: {' '.join(f'{key}={_short(settings[key])}' for key in keys)} -> {shlex.join(answer.argv)}"
+            taken = [key for key in keys if key not in refused] or keys
+            yield f"changed: {' '.join(shown[key] for key in taken)} -> {shlex.join(answer.argv)}"
     yield from (f"note: {answer.note}" for _, answer in found if answer is not None and answer.note)
     for fault in dict.fromkeys(answer.fault for _, answer in own if answer is not None and answer.fault):
         named = [key for keys, answer in own if answer is not None and answer.fault == fault for key in keys]
-        yield f"left out, not here: {', '.join(f'{key}={_short(settings[key])}' for key in named)}: {fault}"
+        yield f"left out, not here: {', '.join(shown[key] for key in named)}: {fault}"
     known = [*project.flags, *project.choices, *project.taken, *(key for keys in RULES[project.name] for key in keys)]
     yield from (
         f"left out, unknown: {key}{did_you_mean(key, known)}" for keys, answer in own if answer is None for key in keys

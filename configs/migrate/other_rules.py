@@ -22,9 +22,10 @@ class Unclear(Exception):
 
 
 class Given(Struct, frozen=True):
-    """What a file says, by dotted key, over the project's defaults."""
+    """What a file says, by dotted key, over the project's defaults. `written`: the name that the file has for a key."""
 
     values: Mapping[str, object]
+    written: Mapping[str, str] = {}
 
     def get(self, *keys: str, default: object = None) -> object:
         """The value of the first of these keys that is there."""
@@ -34,7 +35,8 @@ class Given(Struct, frozen=True):
         """Raises `Unclear`."""
         number = as_number(self.get(*keys, default=default))
         if number is None or not number.is_integer():
-            raise Unclear(f"{keys[0]} is {self.get(*keys)}, but must be a whole number; give the flag behind the file")
+            name = next((self.written[key] for key in keys if key in self.written), keys[0])
+            raise Unclear(f"{name} is {self.get(*keys)}, but must be a whole number; give the flag behind the file")
         return int(number)
 
 
@@ -108,6 +110,29 @@ def _trl_steps(key: str, flag: str, *strategy: str) -> Rule:
     return rule
 
 
+_ACCURACY: Final = "accuracy=math"
+_TRL_GRADERS: Final = {
+    **dict.fromkeys(("accuracy_reward", "reasoning_accuracy_reward", "accuracy"), _ACCURACY),
+    **dict.fromkeys(("think_format_reward", "format"), "format=format:<think>.*</think>.*"),
+}
+
+
+def _trl_rewards(given: Given) -> Answer:
+    """The weights stand in the order of the functions; all are 1 without them."""
+    graders = [_TRL_GRADERS.get(str(name).lower()) for name in listed(given.get("reward_funcs", default=[]))]
+    weights = listed(given.get("reward_weights", default=[1] * len(graders)))
+    if not graders or None in graders:
+        return Answer(
+            fault="such functions take lists of completions; wrap them as docs/migration.md#rewards-of-trl shows, and "
+            "give all of reward_funcs as --reward-component NAME=GRADER@WEIGHT"
+        )
+    if len(weights) != len(graders):
+        raise Unclear(f"{len(weights)} weights for {len(graders)} functions; give one for each")
+    components = [f"{grader}@{words(weight)[0]}" for grader, weight in zip(graders, weights, strict=True)]
+    labels = ("--label-key", "solution") if _ACCURACY in graders else ()
+    return Answer((*(word for one in components for word in ("--reward-component", one)), *labels))
+
+
 # ---------------------------------------------------------------------- prime-rl
 
 _O: Final = "orchestrator"
@@ -138,6 +163,10 @@ def _prime_lengths(given: Given) -> Answer:
     return Answer(_sizes(rollout_max_context_len=context, rollout_max_response_len=most, max_tokens_per_gpu=packed))
 
 
+def listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
 def words(value: object) -> list[str]:
     """A value, or a list of values, as the words of a flag."""
     if isinstance(value, dict):
@@ -154,6 +183,7 @@ RULES: Final[Mapping[str, Mapping[tuple[str, ...], Rule]]] = {
     "TRL": {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
          "num_processes"): _trl_sizes,
+        ("reward_funcs", "reward_weights"): _trl_rewards,
         ("max_steps",): _trl_steps("max_steps", "num-rollout"),
         ("save_steps", "save_strategy"): _trl_steps("save_steps", "save-interval", "save_strategy"),
         ("eval_steps", "eval_strategy"): _trl_steps("eval_steps", "eval-interval", "eval_strategy"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from configs.command_line import read as read_flags
 from configs.flags import flags
 from configs.layers import ConfigError
 from configs.migrate.convert import main as convert
-from configs.migrate.other_projects import flat, projects
+from configs.migrate.convert import shell_command
+from configs.migrate.other_projects import converted, flat, projects
 from configs.migrate.other_rules import RULES
 from configs.translate import grouped
-from tests.configs.config_rig import faults_of
+from tests.configs.config_rig import BASE, faults_of, resolved
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 
@@ -29,6 +31,7 @@ TEXTS = {path.name: path.read_text() for path in sorted((Path(__file__).parent /
 VERL_MATH, VERL_PPO, VERL_DAPO = (TEXTS[f"verl-{name}.sh"] for name in ("math", "ppo", "dapo"))
 TRL_DEMO, TRL_SIMPLE, TRL_SMALL = (TEXTS[f"trl-{name}.yaml"] for name in ("demo", "simple", "small"))
 PRIME_EARLIER, PRIME_MATH, PRIME_SEARCH, PRIME_TEXT = (text for name, text in TEXTS.items() if "prime" in name)
+PRIME_OLD = "[orchestrator]\nbatch_size = 64\n"
 KINDS = {"verl": "verl", "trl": "TRL", "prime": "prime-rl"}
 
 
@@ -161,11 +164,18 @@ def test_what_the_settings_become(
     ("a.sh", VERL_MATH.replace("$@", "actor_rollout_ref.actor.ppo_epochs=2"), "ppo_epochs=2: it can only be 1 here"),
     ("a.sh", VERL_PPO, "check raw: set under a condition"),
     ("a.yaml", TRL_SMALL.replace("accuracy_reward", "mine.brevity"), "not here: reward_funcs=mine.brevity: such"),
+    ("a.yaml", TRL_SMALL + "reward_weights: [1, 2]\n", "reward_weights=1 2: 2 weights for 1 functions; give one for"),
     ("a.yaml", TRL_SMALL.replace("processes: 1", "processes: 3"),
      "changed: num_processes=3 -> --rollout-batch-size 3 --num-steps-per-rollout 1 --actor-num-gpus-per-node 3"),
     ("a.yaml", TRL_SMALL + "num_generations_eval: 4\n",
      "no --eval-prompt-data: --eval-temperature 0.9 --n-samples-per-eval-prompt 4"),
     ("a.toml", PRIME_TEXT, "left out, not here: orchestrator.train.env="),
+    # under the names of the file, which may be earlier ones, and each key once
+    ("a.toml", f"{PRIME_OLD}rollouts_per_example = 8", "_size=64 orchestrator.rollouts_per_example=8 ->"),
+    ("a.toml", f"{PRIME_OLD}rollouts_per_example = 7.5", "orchestrator.rollouts_per_example is 7.5, but must"),
+    ("a.toml", f"{PRIME_OLD}[[orchestrator.env]]\nid = 'x'", "not here: orchestrator.env={'id': 'x'}: the pack"),
+    ("a.toml", f"{PRIME_OLD}[orchestrator.eval]\nnum_examples = 5\ninterval = 2",
+     "changed: orchestrator.eval.interval=2 -> --eval-prompt-data verifiers\n"),
     ("a.toml", PRIME_TEXT, "note: tokens are at most 1 versions old; with --max-staleness 8"),
     ("a.toml", PRIME_TEXT, "left out, for it is so anyway: "),
     ("a.yaml", TRL_DEMO, "save_strategy=epoch: it is counted in batches; write --save-interval N"),
@@ -176,6 +186,26 @@ def test_what_the_report_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, line: str
 ) -> None:
     assert line in of_text(tmp_path, capsys, name, text)[1]
+
+
+def test_a_weight_stands_behind_its_grader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRL_SMALL.replace("[accuracy_reward]", "[format, accuracy]") + "reward_weights: [0.2, 1.0]\n"
+    (tmp_path / "a.yaml").write_text(text)
+    assert convert([str(tmp_path / "a.yaml"), "--json"]) == 0
+    given = [tokens for name, _, tokens in grouped(json.loads(capsys.readouterr().out)["flags"]) if "reward" in name]
+    assert [one[1].rpartition("=")[2] for one in given] == ["format:<think>.*</think>.*@0.2", "math@1"]
+
+
+def test_paths_below_the_home_directory_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a shell, and where the program reads them itself, as from a recipe."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "v.yaml").write_text(
+        "actor_rollout_ref: {}\ndata: {train_files: ~/my rows.jsonl}\ntrainer: {default_local_dir: ~/run}"
+    )
+    text = shell_command(converted(tmp_path / "v.yaml", None)[0])
+    printed = subprocess.run(["sh", "-c", f"printf '%s\n' {text}"], capture_output=True, text=True, check=True).stdout
+    assert {f"{tmp_path}/my rows.jsonl", f"{tmp_path}/run"} <= set(printed.splitlines())
+    assert resolved(f"{BASE} --run-dir", "'~/run'").run.run_dir == f"{tmp_path}/run"
 
 
 def test_a_file_of_nested_keys_says_the_same_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +231,8 @@ actor_rollout_ref:
     ("grpo.yaml", "colour: 1\n", "grpo.yaml has no key by which a configuration is known (of prime-rl orchestrator"),
     ("grpo.yaml", "- 1\n", "grpo.yaml has no key by which a configuration is known"),
     ("run.sh", "echo 1\n", "run.sh starts no train.py or train_async.py and no verl.trainer.main_ppo"),
+    ("run.sh", "trl grpo --config a.yaml\n", "for TRL the arguments of GRPOConfig and of the trainer as a .yaml file"),
+    ("train.py", "GRPOConfig(beta=1)\n", "train.py is a program in Python, whose settings only a run of it has; write"),
 ])  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, fault: str) -> None:
     (tmp_path / name).write_text(text)
