@@ -19,6 +19,7 @@ from configs.command_line import Arguments, read
 from configs.layers import ConfigError
 from configs.load import load_arguments, with_work
 from configs.schema import Config
+from configs.schema.notation import did_you_mean
 from models.import_path import add_working_directory
 
 CONTROL: Final = (  # commands to a running run
@@ -70,6 +71,12 @@ def _main(argv: Sequence[str]) -> int:
         from pipeline.control.client import main as control
 
         return control(argv)
+    if argv and argv[0].isidentifier():
+        names = ("eval", *COMMANDS, *CONTROL)
+        raise ConfigError(
+            f"{argv[0]!r} is no command{did_you_mean(argv[0], names)}; the commands are {', '.join(names)}; a run "
+            "begins with a flag, such as --config quickstart, and its plan is --dry-run"
+        )
     arguments = read(argv)
     if arguments.help:
         from configs.help import render_help

@@ -33,11 +33,13 @@ OTHER: Final = (
     "       python launch.py eval CHECKPOINT    evaluate a model or a run's checkpoint; see eval --help\n"
     "       python launch.py samples RUN    show samples of a run in the terminal; see samples --help\n"
     "       python launch.py export RUN --best    copy the model of the best evaluated version; see export --help\n"
-    "       python launch.py status RUN     what a running run does; also scale, set, pause, resume, drain ...\n"
+    "       python launch.py status RUN     what a running run does; see docs/control.md for it and\n"
+    "                                       scale, set, pause, resume, save, drain, rollback, kill\n"
     "       python launch.py view RUN       the run in a browser, while it goes on or later; see view --help\n"
     "       python launch.py watch RUN      the live table of a run that goes on elsewhere\n"
     "       python launch.py report RUN     the page of a run as one HTML file; see report --help\n"
-    "       python launch.py compare RUN RUN ...    runs side by side; with flags: which mode to take"
+    "       python launch.py compare RUN RUN ...    runs side by side; with flags: which mode to take\n"
+    "       python launch.py convert FILE   the command of a script or configuration of slime, verl, TRL, prime-rl"
 )
 _COLUMN = 34
 

@@ -7,6 +7,8 @@ import os.path
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from configs.graph import replicas
 from configs.load import CONFIG_FILE
 from configs.plan.gpus import trainer_processes
@@ -129,6 +131,23 @@ def run_warnings(config: Config) -> Iterator[str]:
             f"the longest prompts ({prompt} tokens) leave less than --rollout-max-response-len {response} inside "
             f"--rollout-max-context-len {context}: their responses are cut short"
         )
+
+
+def greedy_warnings(config: Config) -> Iterator[str]:
+    """Held-out sets with several answers to a prompt, all of them greedy."""
+    evaluation = config.eval
+    for name, _ in evaluation.data_sets if evaluation.eval_function_path is None else ():
+        try:
+            own = evaluation.of(name)
+        except msgspec.ValidationError:  # a fault says so
+            continue
+        if own.n_samples_per_eval_prompt > 1 and (own.eval_temperature == 0 or own.eval_top_k == 1):
+            greedy = "--eval-top-k is 1" if own.eval_temperature else "--eval-temperature is 0"
+            yield (
+                f"--n-samples-per-eval-prompt is {own.n_samples_per_eval_prompt} for the held-out set {name}, but "
+                f"{greedy} (greedy), so that the answers to a prompt are all alike; set --eval-temperature above 0, "
+                "such as 0.6, or evaluate one answer"
+            )
 
 
 def tracker_faults(config: Config) -> Iterator[str]:

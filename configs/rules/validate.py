@@ -221,7 +221,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     run.tracker_faults, run.otel_faults, run.debug_faults, bound_faults, contradictions,
 )  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
-    run.run_warnings, algorithm.algorithm_warnings,
+    run.run_warnings, run.greedy_warnings, algorithm.algorithm_warnings,
     placement.scale_warnings, reward.environment_warnings,
     engine.warnings, files.save_warnings, parallel.warnings,
 )  # fmt: skip

@@ -65,6 +65,16 @@ def test_help_names_every_flag_and_section() -> None:
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_every_command_is_in_the_help_and_a_slip_of_one_is_named(errors: Errors) -> None:
+    named = ("eval", *launch.COMMANDS, *launch.CONTROL)
+    usage = manual.render_help(100).partition("\n\n")[0]
+    assert [name for name in named if not re.search(rf"\b{name}\b", usage)] == []
+    (slip,) = errors("statsu runs/a")
+    assert slip.startswith("error: 'statsu' is no command; did you mean 'status'?; the commands are eval, samples, ")
+    (word,) = errors("zzzz --lr")
+    assert word.startswith("error: 'zzzz' is no command; the commands are eval, samples, view, ")
+
+
 def test_a_dry_run_of_the_quickstart(tmp_path: Path) -> None:
     done = python(str(ROOT / "launch.py"), "--dry-run", "--scale", "reward=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from configs.resolve import resolve
 from configs.rules.validate import Findings, findings, unread_faults
 from tests.configs.config_rig import BASE, WORK, faults_of, one_says, read, recipe, resolved, settled, warnings_of
 
+HELD = "--eval-interval 1 --eval-prompt-data sums=arithmetic"
 JUDGE = '"path": "json:JSONDecoder"'
 
 
@@ -66,6 +67,9 @@ def stage(*tables: str) -> str:
     ("--rollout-max-context-len 900 --rollout-max-prompt-len 900", "leaves no token for the response"),
     ("--prompt-data no.jsonl", "--prompt-data is 'no.jsonl', but there is no file or directory 'no.jsonl'"),
     ("--prompt-data arithmetics", "did you mean arithmetic?"),
+    ("--prompt-data trl-lib/tldr", "or write the set of the Hugging Face hub into a directory first, with"),
+    ("--prompt-data no/rows.jsonl", "correct the path, or use the built-in arithmetic or arithmetic-tools"),
+    ("--prompt-data verifiers", "or add a table [[environment]] with the name verifiers, which makes its tasks"),
     ("--prompt-data a.jsonl@[1-2]", "a slice must be path@[a:b] with whole numbers"),
     ("--eval-interval 5 --eval-prompt-data x=no.jsonl@[0:5]", "no file or directory 'no.jsonl'"),
     ("--eval-interval 5 --eval-prompt-data x=arithmetic x=arithmetic-tools", "2 sets named 'x', but each"),
@@ -165,6 +169,8 @@ def test_a_run_needs_prompts_and_a_model_that_the_user_names() -> None:
     ("--ref-load Qwen/Qwen3-0.6B", "--ref-load is given but never used"),
     ("--tools calculator --max-turns 1", "ends a rollout at its first tool call"),
     ("--scale evaluate=1", "--scale evaluate has no effect"),
+    (f"{HELD} --n-samples-per-eval-prompt 4", "for the held-out set sums, but --eval-temperature is 0 (greedy), so"),
+    (f"{HELD} --n-samples-per-eval-prompt 4 --eval-temperature 1 --eval-top-k 1", "sums, but --eval-top-k is 1 (gre"),
     ("--rollout-max-context-len 600 --rollout-max-prompt-len 500", "their responses are cut short"),
     ("--loss-type sft_loss --label-key label --eval-interval 5 --eval-prompt-data arithmetic", "sft_loss"),
 ])  # fmt: skip
@@ -183,10 +189,12 @@ def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> 
 
 
 def test_settings_of_held_out_sets_name_a_set_and_fit(tmp_path: Path) -> None:
-    base = f"{BASE} --eval-interval 1 --eval-prompt-data sums=arithmetic"
+    base = f"{BASE} {HELD}"
     given = recipe(tmp_path, "[eval.eval_sets.sums]\nn_samples = 4\ntemperature = 0.6\n")
     config = settled(base, f"--config {given}")[0].eval.of("sums")
     assert (config.n_samples_per_eval_prompt, config.eval_temperature, config.eval_top_p) == (4, 0.6, 1.0)
+    assert warnings_of(base, f"--config {given}") == (), "its answers are sampled"
+    one_says("is 4 for the held-out set sums", warnings_of(base, """--eval-sets '{"sums": {"n_samples": 4}}'"""))
     assert "did you mean eval.eval_sets.sums?" in faults_of(base, """--eval-sets '{"sum": {}}'""")[0]
     (fault,) = faults_of(base, """--eval-sets '{"sums": {"top_p": 2}}'""")
     assert "eval.eval_sets.sums does not fit: Expected `float` <= 1.0 - at `$.top_p`" in fault
