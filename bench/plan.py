@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from bench.report import Series, arguments, finish, machine
 from configs.help import preset_config
-from configs.plan.goodput import Attained, Workload, attainable, lognormal_lengths
+from configs.plan.goodput import SIGMA, Attained, Workload, attainable, lognormal_lengths
 from configs.plan.gpus import NODE_GPUS
 from configs.plan.run_estimate import STATIC_FRACTION
 from configs.schema.model_shapes import ModelShape, forward_flops, matrices, read_shape, total_parameters
@@ -75,7 +75,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     members: int = 16
     prompt: int = 300
     mean: float = 4000.0
-    sigma: float = 0.8
+    sigma: float = SIGMA
     cap: int = 16384
     staleness: int = 2
     interval: int = 1

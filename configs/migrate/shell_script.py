@@ -51,18 +51,13 @@ class Launch(Struct, frozen=True):
 
 def read_launch(path: Path) -> Launch:
     """The last launch command of a script. Raises `ConfigError` where there is none, or a file cannot be read."""
-    if path.suffix == ".py":
-        raise ConfigError(
-            f"{path} is a program in Python, whose settings only a run of it has; write the arguments of GRPOConfig "
-            "and of the trainer as keys of a .yaml file (docs/migration.md), or give the shell script that starts it"
-        )
     reader = _Reader()
     reader.run(path)
-    if reader.launch is None:
+    if reader.launch is None or path.suffix == ".py":
         programs = f"{' or '.join(_PROGRAMS)} and no {VERL_PROGRAMS[0]}"
         raise ConfigError(
-            f"{path} starts no {programs}, but that is what is converted; give the script that trains, for TRL the "
-            "arguments of GRPOConfig and of the trainer as a .yaml file, for prime-rl its rl.toml"
+            f"{path} starts no {programs}, but that is what is converted; give the shell script that trains, for "
+            "TRL the arguments of GRPOConfig and of the trainer as a .yaml file, for prime-rl its rl.toml"
         )
     return reader.launch
 

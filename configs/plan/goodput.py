@@ -26,13 +26,16 @@ import msgspec
 from msgspec import Struct
 
 from configs.graph import replicas
+from configs.plan.run_estimate import EngineMemory
 from configs.schema import Config
 from configs.schema.rollout import AUTO_MOST
 
 BATCHES: Final = 64  # that a simulation counts, after a quarter as many for its beginning
 LEAST_GAIN: Final = 0.03  # of goodput, for a larger N in a running run
 ROLLOUTS: Final = 64  # of a batch that are simulated
+SIGMA: Final = 0.8  # of the logarithm of lengths that nobody has measured; their mean is a quarter of the longest
 UNMEASURED_AHEAD: Final = 2  # the most that `auto` starts with before it has measured lengths
+STEP_BYTES: Final = 0.007 * 0.8 * 3.35e12  # that an H100 could read in the part of a decode step that is always there
 TOLERANCE: Final = 0.02  # of goodput, that a smaller N may cost: fresher tokens learn better
 
 
@@ -226,16 +229,23 @@ def chosen_line(work: Workload, found: Mapping[int, Attained], now: int, ahead: 
     )
 
 
-def planned_workload(config: Config) -> Workload:
-    """Before anything was measured: lognormal lengths (sigma 1) with a quarter of the longest response as mean, or
-    those of the simulated engine; a trainer as fast as the engines."""
+def planned_workload(config: Config, engine: EngineMemory | None = None) -> Workload:
+    """Before anything was measured: lognormal lengths (`SIGMA`) with a quarter of the longest response as mean, or
+    those of the simulated engine; a trainer as fast as the engines. `engine`: of SGLang on H100, where fewer rollouts
+    decode faster, for less of the KV cache is read."""
     rollout, model = config.rollout, config.engine.simulated
     longest, growth = rollout.rollout_max_response_len, 0.0
-    lengths = lognormal_lengths(longest / 4, 1.0, longest)
+    lengths = lognormal_lengths(longest / 4, SIGMA, longest)
     slots = min(config.engine.engine_slots, rollout.server_concurrency)
     if config.engine.engine == "simulated":
         lengths = lognormal_lengths(model.length_mean, model.length_sigma, min(longest, model.length_cap))
         growth = model.c_ms * slots / max(model.a_ms + model.c_ms * slots, 1e-9)
+    elif config.engine.engine == "sglang" and engine is not None:
+        # Tokens in the cache of a running rollout, mean over its time.
+        context = (config.data.rollout_max_prompt_len or 0) + fmean(n * n for n in lengths) / fmean(lengths) / 2
+        slots = max(1, min(slots, int(engine.kv_tokens / context)))
+        cache = engine.kv_bytes_per_token * context * slots
+        growth = cache / (cache + engine.weights + STEP_BYTES)
     return Workload(
         lengths=lengths,
         slots=slots * max(1, replicas(config).get("engine", 1)),

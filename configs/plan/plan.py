@@ -17,17 +17,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Final
 
 from msgspec import Struct
 
 from configs.graph import evaluation_engines, frozen_engines, is_address, joined_to, path, replicas, streams
 from configs.load import config_hash
-from configs.plan.goodput import attainable, lognormal_lengths, planned_workload
+from configs.plan.goodput import SIGMA, attainable, lognormal_lengths, planned_workload
 from configs.plan.gpus import gpus_of, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
 from configs.schema import Config, router_kind
 from configs.schema.run import read_fault
 from configs.sources import described_model, known_model
+
+WORTH: Final = 0.1  # of goodput, to advise another N
 
 
 class StagePlan(Struct, frozen=True):
@@ -238,12 +241,18 @@ def _bounds(plan: Plan) -> list[str]:
     stale, times = predicted_staleness(plan.config), simulated_times(plan.config)
     lines = ["asynchrony", f"  {staleness_line(plan.config)}"]
     if stale.bound:
-        work = planned_workload(plan.config)
-        shares = ", ".join(f"{attainable(work, ahead).goodput:.2f} at {ahead}" for ahead in (1, 2, 4, 6, 8))
-        lines.append(
-            f"  attainable goodput by N: {shares}; assumed: {work.slots} slots, a trainer as fast as these, "
-            f"responses of {fmean(work.lengths):.0f} tokens on average"
-        )
+        gate, longest = plan.config.asynchrony, plan.config.rollout.rollout_max_response_len
+        work = planned_workload(plan.config, plan.estimate.engine if plan.estimate is not None else None)
+        ahead = max(stale.bound - gate.update_weights_interval + 1, 0)
+        found = {n: attainable(work, n).goodput for n in sorted({1, 2, 4, 6, 8, ahead})}
+        why = f"a quarter of --rollout-max-response-len {longest}, lognormal with sigma {SIGMA} and cut there"
+        lines += [
+            f"  attainable goodput by N: {', '.join(f'{share:.2f} at {n}' for n, share in found.items())}",
+            f"  assumed: {work.slots} slots, a trainer as fast as these, responses of {fmean(work.lengths):.0f} tokens "
+            f"({why if plan.config.engine.engine != 'simulated' else 'those of the simulated engine'})",
+        ]
+        if gate.async_buffer_size != "auto" and max(found.values()) > found[ahead] + WORTH:
+            lines.append("  a larger N would add much: --async-buffer-size auto chooses it by the lengths of the run")
     known = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.items())
     lines.append("  step time bound = max(generation, training) per batch; efficiency = bound / measured step time")
     if len(times) == 2:

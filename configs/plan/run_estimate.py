@@ -158,6 +158,9 @@ def model_lines(found: RunEstimate, layout: Layout, backend: str, gpus: Gpus) ->
     lines = [f"model and memory (estimates): {found.parameters:,} parameters{active}"]
     if found.trainer is not None:
         lines += _trainer(found.trainer, layout, backend)
+        if gpus.trainer and found.trainer.fits:
+            rest = f"of a GPU of {size_text(GPU_BYTES)}, beside about {size_text(RUNTIME_BYTES)} of the runtime"
+            lines.append(f"  both               {size_text(found.trainer.total)}   {rest}")
     if found.engine is not None:
         lines += _engine_lines(found.engine)
     if gpus.shared and found.trainer is not None and found.engine is not None:

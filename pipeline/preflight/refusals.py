@@ -2,9 +2,8 @@
 
 Names of graders and filters are looked up where they are implemented, options of Megatron-core in its source. Functions
 and environments of the user are imported in a process of their own, which checks signatures, and writes the tasks of an
-environment with the interpreter of its workers; this process imports neither their modules nor a framework.
-
-The environment of SGLang is probed only if a server or router of this run uses it.
+environment with the interpreter of its workers; this process imports neither their modules nor a framework. The
+environment of SGLang is probed only if a server or router of this run uses it.
 
 Invariant: only tasks of environments are written, and the network is left to the run (a hub's checkpoint, engines).
 """
@@ -49,6 +48,7 @@ from stages.user_functions import functions_of, graders_of
 
 LIMIT_S = 120.0  # to import modules of the user, as a grader process has
 AUTO = "auto"  # a grader that is decided when the labels are known
+Check = Callable[[Config], object]
 
 
 def check_environments(config: Config) -> None:
@@ -280,10 +280,8 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
             faults += _sglang_faults(config, installed, part)
         except EnvironmentMissing as error:
             missing.append(str(error))
-    if faults:
-        raise Refused(faults)
-    if missing:
-        raise NotHere("; ".join(missing))
+    if faults or missing:
+        raise Refused(faults) if faults else NotHere("; ".join(missing))
     for line in sglang_warnings(config, installed) if warn and "server" in wanted else ():
         show_line(f"warning: {line}")
     return installed
@@ -306,13 +304,9 @@ def _sglang_faults(config: Config, installed: Installed, part: Part) -> list[str
     if part != "server":
         require_router(part, installed)
         return router_faults(config.router.router_args, installed, part)
-    faults = server_faults(config.sglang.sglang_args, installed)
-    if not faults:
+    if not (faults := server_faults(config.sglang.sglang_args, installed)):
         tensor_parallel(config, installed)
     return [*faults, *(shared_gpu_faults(config) if installed.cuda else ())]
-
-
-Check = Callable[[Config], object]
 
 
 def check_devices(config: Config) -> None:

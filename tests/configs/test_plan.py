@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections import deque
 from pathlib import Path
 from statistics import fmean
@@ -136,6 +137,20 @@ def test_the_plan_as_text() -> None:
     assert all(len(line) <= 200 for line in text.splitlines())
 
 
+def test_the_plan_says_what_its_goodput_rests_on_and_when_another_n_would_pay() -> None:
+    """`bench.plan` gives this job, on 4 + 4 H100, 0.27, 0.38 and 0.67 with bounds 1, 2 and 8."""
+    argv = "--model qwen3-4b --rollout-num-gpus 4 --actor-num-gpus-per-node 4 --rollout-batch-size 32 "
+    argv += "--n-samples-per-prompt 8 --rollout-max-response-len 4096 --rollout-max-prompt-len 300"
+    text = render(make_plan(planned(argv, "--async-buffer-size 2")))
+    shares = {int(n): float(share) for share, n in re.findall(r"(0\.\d\d) at (\d)", text)}
+    assert [shares[n] for n in (1, 2, 8)] == pytest.approx([0.27, 0.38, 0.67], abs=0.05)
+    assert "responses of 998 tokens (a quarter of --rollout-max-response-len 4096, lognormal with sigma 0.8 and" in text
+    assert "a larger N would add much: --async-buffer-size auto" in text
+    assert "would add much" not in render(make_plan(planned(argv, "--async-buffer-size auto")))
+    assert "would add much" not in render(make_plan(planned(argv, "--async-buffer-size 8")))
+    assert "(those of the simulated engine)" in render(make_plan(planned("--engine simulated")))
+
+
 def test_the_plan_of_supervised_training_has_no_engine() -> None:
     plan = make_plan(planned("--loss-type sft_loss"))
     assert "  prompts -> train\n" in render(plan)
@@ -147,6 +162,10 @@ def test_memory_in_the_plan(tmp_path: Path) -> None:
     text = render(make_plan(planned("--hf-checkpoint", str(tmp_path), "--engine-slots 8")))
     assert "596,049,920 parameters" in text
     assert "trainer            8.882 GiB" in text
+    both = sum(map(float, re.findall(r"(?:trainer|passes) +([\d.]+) GiB", text)))
+    assert f"both               {both:.4g} GiB   of a GPU of 74.51 GiB, beside about 4 GiB of the runtime" in text
+    alone = render(make_plan(planned("--hf-checkpoint", str(tmp_path), "--train-device cpu")))
+    assert "of a GPU of" not in alone
     assert "memory: not estimated" in render(make_plan(planned()))
 
 
