@@ -53,7 +53,7 @@ def read_launch(path: Path) -> Launch:
     """The last launch command of a script. Raises `ConfigError` where there is none, or a file cannot be read."""
     reader = _Reader()
     reader.run(path)
-    if reader.launch is None or path.suffix == ".py":
+    if reader.launch is None:
         programs = f"{' or '.join(_PROGRAMS)} and no {VERL_PROGRAMS[0]}"
         raise ConfigError(
             f"{path} starts no {programs}, but that is what is converted; give the shell script that trains, for "

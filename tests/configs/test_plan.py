@@ -148,6 +148,9 @@ def test_the_plan_says_what_its_goodput_rests_on_and_when_another_n_would_pay() 
     assert "a larger N would add much: --async-buffer-size auto" in text
     assert "would add much" not in render(make_plan(planned(argv, "--async-buffer-size auto")))
     assert "would add much" not in render(make_plan(planned(argv, "--async-buffer-size 8")))
+    # 8192 tokens on average, e^0.64 / 2 = 0.95 times that in the cache, less for the cut: some 63 in 428,749 tokens.
+    full = render(make_plan(planned("--model llama3.1-70b --rollout-max-response-len 32768 --engine-slots 256")))
+    assert 4 * 55 < int(re.findall(r"assumed: (\d+) slots", full)[0]) < 4 * 70
     assert "(those of the simulated engine)" in render(make_plan(planned("--engine simulated")))
 
 
