@@ -41,7 +41,7 @@ from pipeline.facts.run_directory import LOCK_FILE, SEAL_PREFIX, RunDir, in_use
 from pipeline.facts.run_log import RUN_LOG, show
 from pipeline.facts.stats import LedgerCounts, StageRow, visible
 from pipeline.observe.summary import read_summary
-from pipeline.observe.table import Display, columns, duration, goodput_text, number, open_display, quantity
+from pipeline.observe.table import Display, columns, duration, failed_text, goodput_text, number, open_display, quantity
 from pipeline.record.metrics import read_metrics
 
 COLUMNS: Final = 80
@@ -69,8 +69,9 @@ def table(status: RunStatus) -> str:
     ]
     lines = [f"{name:<10} {value}" for name, value in rows]
     goodput = "" if run.goodput.goodput is None else goodput_text(run.goodput)
-    texts = [("goodput", goodput), ("waits", status.waits), *(("alarm", alarm) for alarm in run.alarms)]
-    for name, text in [*texts, ("advice", run.advice)]:
+    failed = failed_text(run.failed_rollouts) if run.failed_rollouts else ""
+    texts = [("goodput", goodput), ("failed", failed), ("waits", status.waits)]
+    for name, text in [*texts, *(("alarm", alarm) for alarm in run.alarms), ("advice", run.advice)]:
         lines += textwrap.wrap(text, COLUMNS, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
     lines += ["", *columns([_STAGES, *(_stage(row, status.replicas.get(row.stage)) for row in run.stages)])]
     if status.engines:

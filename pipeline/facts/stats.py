@@ -127,6 +127,7 @@ class RunSnapshot:
     trained_tokens_per_s: float = 0.0
     wasted_tokens: int = 0
     wasted_share: float = 0.0  # of the tokens generated for settled groups
+    failed_rollouts: dict[str, int] = field(default_factory=dict)  # by reason, in this start of the run
     busiest: tuple[str, float] | None = None  # stage with the largest busy share now, and that share
     engines: tuple[EngineRow, ...] = ()
     advice: str = ""  # which stage to scale; empty until enough was measured

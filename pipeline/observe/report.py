@@ -101,6 +101,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> summaries.RunS
         goodput=recorder.goodput.figures(),
         wasted_tokens=wasted,
         wasted_share=snapshot.wasted_share,
+        failed_rollouts=snapshot.failed_rollouts,
         weight_versions=summaries.WeightVersions(
             first=min(versions, default=0),
             last=max(versions, default=0),

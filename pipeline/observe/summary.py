@@ -19,7 +19,7 @@ from msgspec import Struct
 from models.disk import read_file
 from pipeline.errors import UsageError
 from pipeline.facts.stats import Changed, GoodputFigures, LedgerCounts
-from pipeline.observe.table import duration, goodput_text, largest, number, quantity
+from pipeline.observe.table import duration, failed_text, goodput_text, largest, number, quantity
 from pipeline.record.health import Alarm, OutageSummary, Stall
 from stages.train.batch_metrics import quantile
 
@@ -109,6 +109,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     goodput: GoodputFigures = GoodputFigures()
     wasted_tokens: int = 0  # generated for groups that were not trained
     wasted_share: float = 0.0  # of all tokens generated for settled groups
+    failed_rollouts: dict[str, int] = {}  # by reason: of a grader, an environment, an engine
     weight_versions: WeightVersions = WeightVersions()
     engine: EngineSummary = EngineSummary()
     router: RouterSummary = RouterSummary()
@@ -239,6 +240,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     counts = summary.groups
     groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"
     rows.append(("groups", f"{groups}, {counts.discarded} discarded, {counts.open} in flight"))
+    if summary.failed_rollouts:
+        rows.append(("failed rollouts", failed_text(summary.failed_rollouts)))
     if summary.stalls:
         longest = max(stall.seconds for stall in summary.stalls)
         rows.append(("stalls", f"{len(summary.stalls)}, the longest of {duration(longest)}; see summary.json"))

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.facts.run_log import log_line
-from pipeline.facts.stats import EngineRow, GoodputFigures, RunSnapshot, StageRow
+from pipeline.facts.stats import EngineRow, GoodputFigures, RunSnapshot, StageRow, visible
 
 _WIDE: Final = 108  # columns from which the table shows everything
 _MEDIUM: Final = 78  # here no heading is cut
@@ -122,6 +122,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
     if snapshot.goodput.goodput is not None:
         parts.append(f"goodput {snapshot.goodput.goodput:.2f}")
     parts.append(f"wasted {snapshot.wasted_share:.1%}")
+    if snapshot.failed_rollouts:
+        parts.append(f"failed rollouts {sum(snapshot.failed_rollouts.values())}")
     if snapshot.ledger.failed:
         parts.append(f"failed {snapshot.ledger.failed}")
     if snapshot.alarms:
@@ -258,8 +260,9 @@ def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
     groups.append(f", {counts.discarded} discarded, {counts.open} in flight")
     advice = [Text(f"advice {snapshot.advice}", overflow="fold")] if snapshot.advice else []
     alarms = [Text(f"alarm {alarm}", style="bold red", overflow="fold") for alarm in snapshot.alarms]
+    failed = [Text(f"failed rollouts {failed_text(found)}")] if (found := snapshot.failed_rollouts) else []
     goodput = [] if snapshot.goodput.goodput is None else [Text(f"goodput {goodput_text(snapshot.goodput)}")]
-    return [reward, flow, groups, *goodput, *alarms, *advice]
+    return [reward, flow, groups, *failed, *goodput, *alarms, *advice]
 
 
 def goodput_text(found: GoodputFigures) -> str:
@@ -267,6 +270,13 @@ def goodput_text(found: GoodputFigures) -> str:
     attainable = "" if found.attainable is None else f", attainable {found.attainable:.2f}"
     lost = ", ".join(f"{cause.replace('_', ' ')} {share:.2f}" for cause, share in largest(found.lost) if share >= 0.005)
     return f"{number(found.goodput)} of the slot time{attainable}" + (f"; lost to {lost}" if lost else "")
+
+
+def failed_text(rollouts: Mapping[str, int]) -> str:
+    """How many, and the commonest reason, in one line."""
+    reason, n = largest(rollouts)[0]
+    total = sum(rollouts.values())
+    return f"{total}" + (f", most often ({n})" if len(rollouts) > 1 else "") + f": {visible(' '.join(reason.split()))}"
 
 
 def largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:

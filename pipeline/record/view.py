@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.facts.stats import COUNTERS, EngineRow, Ring, RunSnapshot, StageRow, StageStats
-from stages.topic_values import ASKED, IDLE
+from stages.topic_values import ASKED, FAILED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage reports them
 
@@ -209,6 +209,7 @@ class RunView:
             trained_tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
             wasted_tokens=wasted,
             wasted_share=wasted / generated if generated else 0.0,
+            failed_rollouts={reason: int(n) for reason, n in self.extras("group", FAILED).items()},
             busiest=busiest,
             engines=self.engine_rows(),
         )

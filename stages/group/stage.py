@@ -34,10 +34,11 @@ from stages.sample_log import SampleLog
 from stages.slime.hooks import all_samples, logged, removed, sample_filter, shown
 from stages.slime.types import DataSource
 from stages.staleness_gate import StalenessGate
-from stages.topic_values import SETTINGS, newest_settings
+from stages.topic_values import FAILED, SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
-MOST_REASONS = 100  # in the log: a reason with a number in it is never the same twice
+MOST_REASONS = 100  # in the log and in the figures: a reason with a number in it is never the same twice
+REASON_CHARS = 200  # of a figure's name
 
 log = logging.getLogger("sluice.group")
 
@@ -206,6 +207,7 @@ class GroupStage(Stage):
 
     async def _judge(self, slice_: RolloutSlice) -> RolloutSlice | Settled:
         """The slice of counting members, or how the group ends."""
+        self._count_failed(slice_)
         members = counting(slice_.samples)
         for parts in rollouts(members):
             wrong = rollout_fault(parts)
@@ -243,6 +245,16 @@ class GroupStage(Stage):
                 return settlement(slice_, "failed", detail)
         self._state.passes(slice_.group)
         return kept
+
+    def _count_failed(self, slice_: RolloutSlice) -> None:
+        """Also what counts with reward 0 because its grader failed (`--reward-on-error zero`)."""
+        for parts in rollouts(slice_.samples):
+            reason = next((part.error for part in parts if part.error and part.status != "aborted"), None)
+            if reason is not None:
+                name = f"{FAILED}{reason[:REASON_CHARS]}"
+                known = sum(figure.startswith(FAILED) for figure in self.activity.extra)
+                new = name not in self.activity.extra
+                self.activity.count(f"{FAILED}other reasons" if new and known >= MOST_REASONS else name)
 
     async def _discard(self, open_: _Open, settle: Outlet[Settled]) -> None:
         if self._open.get(open_.group.key) is not open_:

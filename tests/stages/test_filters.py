@@ -205,6 +205,27 @@ async def test_why_members_failed_is_reported_once_where_their_group_goes_on(
     assert reported == [f"2 of its 3 rollouts; others failed: {why}" for why in ("tool lost", "engine gone")]
 
 
+async def test_failed_rollouts_are_counted_by_reason_once_each_and_interrupted_ones_are_not(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what counts with reward 0, and what failed in a group that failed."""
+    monkeypatch.setattr("stages.group.stage.MOST_REASONS", 3)
+    lost = [make_sample(2, sequence=k, sequences=2, status="failed", error="tool lost") for k in (0, 1)]
+    await desk.send(make_slice(0, *(make_sample(i, reward=float(i)) for i in (0, 1)), *lost, n_samples=3))
+    await take(desk.out)
+    zero = make_sample(0, reward=0.0, error="no number")
+    await desk.send(make_slice(1, zero, make_sample(1, status="failed", error="tool lost"), n_samples=2))
+    await settled(desk)
+    cut = [make_sample(i, status="aborted", error="the run stops") for i in (0, 1)]
+    broken = [make_sample(i, status="failed", error=f"part {i}") for i in (2, 3, 4)]
+    broken.append(make_sample(5, status="failed", error="tool lost"))
+    await desk.send(make_slice(2, *cut, *broken, n_samples=6))
+    await settled(desk)
+    found = {name: n for name, n in desk.stage.activity.extra.items() if name.startswith("failed/")}
+    names = {"tool lost": 3, "no number": 1, "part 2": 1, "other reasons": 2}
+    assert found == {f"failed/{name}": n for name, n in names.items()}
+
+
 async def test_sequences_do_not_count_twice_in_what_is_reported() -> None:
     async with open_desk(make_config(filter={"dynamic_sampling_filter": ("reward:0.9_1",)})) as one:
         members = [*parts(0, 3, reward=1.0, is_correct=True), make_sample(1, reward=0.0, is_correct=False)]

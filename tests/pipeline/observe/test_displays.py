@@ -6,6 +6,7 @@ Golden numbers over a made-up run, on wide and narrow terminals; colours of toke
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -18,12 +19,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import launch
+from pipeline.control.client import table
 from pipeline.facts.stats import LedgerCounts, RunSnapshot, StageStats
 from pipeline.observe.samples import main
 from pipeline.observe.samples import render as render_sample
 from pipeline.observe.table import LiveTable, PlainLog, open_display, plain_line, quantity, render
 from pipeline.record.view import RunView
 from stages.sample_log import SAMPLES_FILE, SampleRow, TurnRow
+from tests.pipeline.control.test_commands import STATUS
 
 T0 = 1000.0
 
@@ -170,6 +173,22 @@ def test_plain_lines_come_once_per_interval_and_unwrapped() -> None:
     ]
     assert lines[0] == plain_line(made_up_run().snapshot(T0 + 20))
     assert "reward 0.400 | eval heldout 0.625 (v3) | staleness mean 1.00 max 2 (bound 2) | v4" in lines[0]
+
+
+def test_failed_rollouts_are_shown_with_their_commonest_reason() -> None:
+    """In groups that were trained nevertheless: nothing else of a run tells of them."""
+    view = made_up_run()
+    assert "failed rollouts" not in drawn(140, view) + plain_line(view.snapshot(T0 + 20))
+    why = "grader m:f: KeyError: 'x'"
+    for i, reasons in enumerate(({"a tool": 1.0, why: 3.0}, {why: 2.0})):
+        extra = {f"failed/{reason}": n for reason, n in reasons.items()}
+        view.stage(StageStats("group", f"group-{i}", T0 + 20, extra={"filtered": 7.0, **extra}))
+    snapshot = view.snapshot(T0 + 20)
+    assert snapshot.failed_rollouts == {"a tool": 1, why: 5}
+    assert f"failed rollouts 6, most often (5): {why}" in drawn(140, view)
+    assert " | failed rollouts 6 | " in plain_line(snapshot)
+    snapshot = dataclasses.replace(snapshot, failed_rollouts={"a\n  b\x1b": 1})
+    assert "failed     1: a b\u241b" in table(msgspec.structs.replace(STATUS, snapshot=snapshot))
 
 
 def test_the_display_is_chosen_by_the_output() -> None:

@@ -185,7 +185,8 @@ def summary() -> RunSummary:
         staleness=summarise_staleness({0: 50, 1: 50}, 2), reward=RewardSummary(first=0.35, last=0.61),
         eval=summarise_evals([("heldout", 0, 0.4), ("heldout", 25, 0.7), ("heldout", 50, 0.65)]),
         tokens_per_s=12_345.0, generated_tokens_per_s=15_000.0, efficiency_vs_bound=0.93, busiest_stage="train",
-        wasted_tokens=100, wasted_share=0.1, weight_versions=WeightVersions(0, 50, 51, "delta", 12.5),
+        failed_rollouts={"no number": 2}, wasted_tokens=100, wasted_share=0.1,
+        weight_versions=WeightVersions(0, 50, 51, "delta", 12.5),
         restarts={"reward": 2, "train": 0}, advice="train is the bottleneck", versions=package_versions(),
     )  # fmt: skip
 
@@ -213,10 +214,10 @@ def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path:
     for words in (
         "completed: 50 steps in 1:23 (async)", "0.350 -> 0.610", "0.400 -> 0.650 (best 0.700 at version 25)",
         "mean 0.50, p99 1, max 1, bound 2", "12.3k trained", "51 versions by delta, differences of 1/12.5 of the bytes",
-        "busiest stage (train) at work 93% of the time", "advice        train is the bottleneck",
+        "busiest stage (train) at work 93% of the time", "advice           train is the bottleneck",
         "90 trained, 5 filtered, 2 stale, 3 failed, 0 discarded, 0 in flight", "reward 2",
         f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')", f"tensorboard --logdir {tmp_path}/tb",
-        "ui.perfetto.dev", "python launch.py --resume here",
+        "failed rollouts  2: no number", "ui.perfetto.dev", "python launch.py --resume here",
     ):  # fmt: skip
         assert words in text, words
     assert "train 0" not in text
@@ -431,5 +432,7 @@ def test_the_waste_of_a_resumed_run_is_counted_from_its_resume_on(rundir: RunDir
     recorder.ledger = Ledger(LedgerSnapshot(4, 4, {"filtered": 4}, (), tokens={"filtered": 4000}))
     recorder.view.step(5, at_s=1.0, metrics={}, tokens=300, staleness={0: 300})
     recorder.view.waste["stale"] += 100
+    recorder.view.stage(StageStats("group", "group-0", 1.0, extra={"failed/no number": 2.0}))
     summary = summarise(recorder, recorder.config, "finished")
+    assert summary.failed_rollouts == {"no number": 2}
     assert (summary.wasted_tokens, summary.wasted_share) == (100, 0.25)
