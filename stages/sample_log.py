@@ -108,6 +108,8 @@ class SampleLog:
         self._every = observe.samples_interval if config.train.loss_type != "sft_loss" else 0
         self._groups, self._limit = observe.samples_groups, observe.samples_max_mb * 1e6
         self._checkpoint = config.train.hf_checkpoint
+        functions = (config.rollout.custom_generate_function_path, config.rollout.rollout_function_path)
+        self._row_is_task = bool(config.environment or any(functions))  # and what the model reads is made from it
         self._tokenizer: Tokenizer | None = None
         self._period, self._left = -1, 0  # of the groups that were not trained
         self._warned = False
@@ -189,6 +191,7 @@ class SampleLog:
         last = parts[-1]
         ids = sample.token_ids
         whole = len(ids) == len(sample.loss_mask) == len(sample.log_probs)  # not of a group that failed for it
+        prompt = "" if self._row_is_task else group.prompt
         own = {name: getattr(sample, name) for name in ("index", "sequence", "sequences", "prefix", "status", "error")}
         return SampleRow(
             **own,
@@ -202,7 +205,7 @@ class SampleLog:
             raw_reward=_finite(last.raw_reward),
             is_correct=last.is_correct,
             removed=sample.remove_sample,
-            prompt=shortened(group.prompt or self._text(ids[: sample.prompt_length]), TEXT_CHARS),
+            prompt=shortened(prompt or self._text(ids[: sample.prompt_length]) or group.prompt, TEXT_CHARS),
             turns=self._turns(sample),
             prompt_tokens=sample.prompt_length,
             response_tokens=sample.response_length,

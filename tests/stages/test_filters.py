@@ -314,6 +314,28 @@ async def test_a_line_says_what_the_model_wrote_and_what_it_was_told(tmp_path: P
     assert row["versions"] == [[-1, n[0]], [3, n[1] - 1], [4, 1], [-1, n[2]], [4, n[3]]]
 
 
+@pytest.mark.parametrize(
+    ("settings", "prompt"),
+    [
+        ({}, "sums"),
+        ({"environment": [{"name": "sums"}]}, "12+34="),
+        ({"rollout": {"custom_generate_function_path": "m.f"}}, "12+34="),
+        ({"rollout": {"rollout_function_path": "m.f"}}, "12+34="),
+    ],
+)
+async def test_the_prompt_of_a_line_is_what_the_model_read(
+    tmp_path: Path, settings: dict[str, Any], prompt: str
+) -> None:
+    """Where the row is only the task, its first observation or the messages of its first request."""
+    ids = characters(tmp_path).encode("12+34=")
+    log = SampleLog(make_config(train={"hf_checkpoint": str(tmp_path)}, **settings), tmp_path)
+    told = make_slice(0, make_sample(0, prompt=ids), n_samples=2)
+    unbegun = make_sample(1, prompt=(), n=0, status="failed", error="no episode")
+    slice_ = msgspec.structs.replace(told, group=msgspec.structs.replace(told.group, prompt="sums"))
+    await log.trained(1, [msgspec.structs.replace(slice_, samples=(*told.samples, unbegun))], {}, {})
+    assert [row["prompt"] for row in rows(tmp_path)] == [prompt, "sums"]
+
+
 @given(st.lists(st.integers(0, 1), max_size=40))
 def test_runs_of_a_mask_give_the_mask_again(mask: list[int]) -> None:
     runs = list(runs_of(np.array(mask, dtype=np.uint8)))
