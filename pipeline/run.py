@@ -71,9 +71,10 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
     """
     add_working_directory()  # for graders, filters, tools and stages of the user, as in the workers
     raise_file_limit(sum(replicas(config).values()))
-    directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    run_dir = RunDir(Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S")))
+    directory = run_dir.path
     try:
-        with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
+        with interruptible(), run_dir.open(resume=config.run.resume is not None) as rundir:
             try:
                 with run_log(rundir.path, level=config.observe.log_level), viewed(rundir.path, config.observe.view):
                     log_line(f"starts: pid {os.getpid()} on {socket.gethostname()}, sluice {release()}")
@@ -98,7 +99,7 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
         cause = leaf(error)
         if isinstance(cause, OSError) and cause.errno is not None:
             # The files of the run are at fault where no path is named, or one inside that is there.
-            inside = directory.absolute() in Path(str(cause.filename)).absolute().parents
+            inside = directory in Path(str(cause.filename)).absolute().parents
             if cause.filename is None or (inside and not isinstance(cause, FileNotFoundError)):
                 raise disk_error(directory, cause) from error
         if (ended := for_user(cause)) is None:

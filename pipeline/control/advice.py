@@ -19,6 +19,8 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from pipeline.facts.run_log import PROGRAM
+
 LEAST_GAIN: Final = 0.05  # a smaller gain is within the noise of a window
 FULL: Final = 0.85  # share of the time from which a stage counts as always at work, or as always having a queue
 STARVED: Final = 0.5
@@ -131,7 +133,7 @@ def _more(window: Window, stage: StageLoad, most: int, limits: Limits | None) ->
                 "more would only share them"
             )
         elif limits is not None and stage.name not in limits:
-            why = f"it is not among --autoscale; python launch.py scale RUN {stage.name}={most} would add some"
+            why = f"it is not among --autoscale; {PROGRAM} scale RUN {stage.name}={most} would add some"
         else:
             why = f"--autoscale stops at {stage.replicas}: its limit, or the most that was of use"
         return Advice(kind="held", sentence=f"{what}, but {why}", stage=stage.name, now=stage.replicas)

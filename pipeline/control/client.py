@@ -38,7 +38,7 @@ from models.disk import read_file
 from pipeline.control.endpoint import CONTROL_FILE, Command, ControlAddress, Reply, Request, RunStatus, Status
 from pipeline.errors import CommandRefused, NotRunning, UsageError
 from pipeline.facts.run_directory import LOCK_FILE, SEAL_PREFIX, RunDir, in_use
-from pipeline.facts.run_log import RUN_LOG, show
+from pipeline.facts.run_log import PROGRAM, RUN_LOG, show
 from pipeline.facts.stats import LedgerCounts, StageRow, visible
 from pipeline.observe.summary import read_summary
 from pipeline.observe.table import Display, columns, duration, failed_text, goodput_text, number, open_display, quantity
@@ -194,7 +194,7 @@ def with_files(status: RunStatus) -> RunStatus:
         step = max((int(row["step"]) for row in read_metrics(rundir.metrics)), default=0)
     latest = latest_checkpoint(rundir.checkpoints)
     goes_on = status.state in ENDED[1:] and rundir.config.is_file()
-    resume = f"python launch.py --resume {shlex.quote(status.run)}" if goes_on else None
+    resume = f"{PROGRAM} --resume {shlex.quote(status.run)}" if goes_on else None
     return msgspec.structs.replace(status, step=step, checkpoint=latest and str(latest), resume=resume)
 
 

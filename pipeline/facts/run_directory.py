@@ -91,7 +91,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
     """Paths of one run, its lock, and a private directory for its sockets. A context manager."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = path.resolve() if ".." in path.parts else path.absolute()  # as people read it
         self.logs = self.path / "logs"
         self.trace = self.path / "trace"
         self.checkpoints = self.path / "checkpoints"

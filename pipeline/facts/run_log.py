@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from shutil import which
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
@@ -143,6 +145,17 @@ def run_log(directory: Path, process: str = "controller", level: str = "info") -
             root.removeHandler(handler)
         with contextlib.suppress(OSError):  # what a full disk did not take
             log.close()
+
+
+def command(called: str) -> str:
+    """What to type for a command of this program, in the folder where it was called as `called`."""
+    name = Path(called).name
+    if name == "sluice":
+        return name if which(name) else shlex.quote(called)
+    return f"python {shlex.quote(called)}" if name == "launch.py" else "python launch.py"
+
+
+PROGRAM: Final = command(sys.argv[0])
 
 
 def release() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from statistics import fmean
@@ -12,7 +13,7 @@ from models.checkpoint import latest_checkpoint
 from models.disk import write_json
 from models.fault_injection import injected
 from pipeline.facts.run_directory import read_fleet
-from pipeline.facts.run_log import log_line
+from pipeline.facts.run_log import PROGRAM, log_line
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe import summary as summaries
@@ -49,7 +50,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> summaries.RunSu
         "summary": rundir.summary,
     }
     made = {name: path for name, path in places.items() if path is not None and path.exists()}
-    resume = f"python launch.py --resume {rundir.path}" if reason != "finished" else None
+    resume = f"{PROGRAM} --resume {shlex.quote(str(rundir.path))}" if reason != "finished" else None
     text = summaries.closing_text(summary, made, rundir.tensorboard if config.observe.use_tensorboard else None, resume)
     sys.stdout.write(f"{visible(text)}\n")
     log_line(visible(text))

@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import math
 import platform
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from msgspec import Struct
 
 from models.disk import read_file
 from pipeline.errors import UsageError
+from pipeline.facts.run_log import PROGRAM
 from pipeline.facts.stats import Changed, GoodputFigures, LedgerCounts
 from pipeline.observe.table import duration, failed_text, goodput_text, largest, number, quantity
 from pipeline.record.health import Alarm, OutageSummary, Stall
@@ -268,7 +270,7 @@ def _next_steps(places: Mapping[str, Path], tensorboard: Path | None, resume: st
     if tensorboard is not None:
         steps.append(("see all metrics", f"tensorboard --logdir {tensorboard}"))
     if "samples" in places:
-        steps.append(("read samples", f"python launch.py samples {places['run']}"))
+        steps.append(("read samples", f"{PROGRAM} samples {shlex.quote(str(places['run']))}"))
     if "trace" in places:
         steps.append(("follow a sample through the stages", f"open {places['trace']} in https://ui.perfetto.dev"))
     if resume is not None:

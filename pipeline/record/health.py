@@ -30,6 +30,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.algorithm import GROUP_RELATIVE
+from pipeline.facts.run_log import PROGRAM
 from stages.agents.hosting import OutageNotice
 from stages.ports import Readable
 
@@ -46,16 +47,16 @@ TRUNCATED: Final = "rollout/truncated_ratio"
 ENTROPY: Final = "train/entropy_loss"
 CURES: Final = {
     "reward": "go back to a checkpoint before, with a lower --lr or with --use-kl-loss",
-    "length": "python launch.py samples RUN shows them; check what the grader gives for them, and lower --lr",
+    "length": f"{PROGRAM} samples RUN shows them; check what the grader gives for them, and lower --lr",
     "truncated": "raise --rollout-max-response-len, or set --overlong-buffer-len",
     "entropy": "lower --lr; against a low entropy raise --eps-clip-high or --entropy-coef, against a high one set "
     "--use-kl-loss",
     "eval": "go back to the best version, with a lower --lr or with --use-kl-loss",
     "ess": "the policy is far from the policy that sampled; lower --async-buffer-size or --lr, or bound the weights "
     "more tightly with --tis-clip",
-    "signal": "if all are right, the data is learnt; if not, check the grader on python launch.py samples RUN, or "
+    "signal": f"if all are right, the data is learnt; if not, check the grader on {PROGRAM} samples RUN, or "
     "choose prompts that the model sometimes solves",
-    "untrained": "python launch.py samples RUN --untrained shows them; check the grader and the filters; "
+    "untrained": f"{PROGRAM} samples RUN --untrained shows them; check the grader and the filters; "
     "--max-filter-rounds ends the run",
 }
 

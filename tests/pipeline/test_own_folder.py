@@ -16,6 +16,7 @@ import pytest
 from launching import NO_DATA, ROOT, SIMULATED, SMALL, made_model
 
 from models.import_path import ImportPathError, import_path
+from pipeline.facts.run_log import command
 
 API = ROOT / "pipeline" / "api"
 BARE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -47,6 +48,16 @@ class Echo:
 """
 
 
+def test_commands_are_shown_as_they_can_be_typed_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert command("../a b/launch.py") == "python '../a b/launch.py'"
+    assert command("/my/train.py") == "python launch.py", "the package is used by a program of the user's"
+    (tmp_path / "sluice").touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert command(f"{tmp_path}/sluice") == f"{tmp_path}/sluice"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command(f"{tmp_path}/sluice") == "sluice"
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder whose `models/`, `configs/`, `launch.py` and `queue.py` would break whatever imported them."""
@@ -74,7 +85,8 @@ def test_all_processes_find_what_is_in_the_folder(project: Path) -> None:
     (project / "echo.toml").write_text('[[environment]]\nname = "echo"\npath = "my_environment:Echo"\n')
     flags = [*NO_DATA, "--config", "echo.toml", "--prompt-data", "echo@[0:1]", "arithmetic@[0:1]", "--run-dir", "run"]
     flags += ["--custom-rm-path", "my_code:score", "--reward-workers", "1", "--rm-type", "auto"]
-    run(project, sys.executable, ROOT / "launch.py", *flags, *made_model(), *SIMULATED)
+    shown = run(project, sys.executable, ROOT / "launch.py", *flags, *made_model(), *SIMULATED)
+    assert f"python {ROOT}/launch.py samples {project}/run\n" in shown, "launch.py is not in this folder"
     summary = json.loads((project / "run" / "summary.json").read_text())
     assert (summary["groups"]["trained"], summary["groups"]["failed"]) == (16, 0)
     assert "env/echo/turns" in (project / "run" / "metrics.jsonl").read_text()
