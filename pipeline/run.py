@@ -35,7 +35,7 @@ from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, for_user, leaf
 from pipeline.facts.run_directory import RunDir, disk_error
-from pipeline.facts.run_log import log_line, loop_watched, named, release, run_log, show_line
+from pipeline.facts.run_log import PROGRAM, log_line, loop_watched, named, release, run_log, show_line
 from pipeline.graph import Placement, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
@@ -149,9 +149,11 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
         except BaseException as error:
             if phase.refused or rundir.gone:
                 raise
+            why = f"{'' if isinstance(leaf(error), asyncio.CancelledError) else 'failed: '}{leaf(error)}"
             with contextlib.suppress(OSError):  # the disk may have failed; the first error is reported
-                why = f"{'' if isinstance(leaf(error), asyncio.CancelledError) else 'failed: '}{leaf(error)}"
                 write_json(rundir.summary, summarise(phase.recorder, phase.config, why))
+            if why.startswith("failed: ") and "--resume" not in why:
+                show_line(f"the run is in {rundir.path}; continue it with {PROGRAM} --resume {rundir.path}")
             raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0

@@ -40,7 +40,7 @@ from pipeline.errors import CommandRefused, NotRunning, UsageError
 from pipeline.facts.run_directory import LOCK_FILE, SEAL_PREFIX, RunDir, in_use
 from pipeline.facts.run_log import PROGRAM, RUN_LOG, show
 from pipeline.facts.stats import LedgerCounts, StageRow, visible
-from pipeline.observe.summary import read_summary
+from pipeline.observe.summary import NEWEST, read_summary
 from pipeline.observe.table import Display, columns, duration, failed_text, goodput_text, number, open_display, quantity
 from pipeline.record.metrics import read_metrics
 
@@ -49,7 +49,7 @@ COLUMNS: Final = 80
 
 def table(status: RunStatus) -> str:
     """The status of a run for people."""
-    why = f" ({status.exit_reason})" if status.exit_reason else ""
+    why = f" ({status.exit_reason})" if status.exit_reason not in (None, status.state) else ""
     if (run := status.snapshot) is None:
         rows = [("run", status.run), ("state", visible(f"{status.state}{why}")), ("step", str(status.step))]
         rows += [("checkpoint", status.checkpoint or "none"), ("continue", status.resume or "-")]
@@ -87,7 +87,12 @@ def table(status: RunStatus) -> str:
     queues = [(one.stream, str(one.queued), str(one.leased), str(one.consumers)) for one in status.queues]
     lines += ["", *columns([_QUEUES, *queues])]
     if status.changes:
-        lines += ["", *(f"step {one.step}: {one.what} {one.value}".rstrip() for one in status.changes[-5:])]
+        earlier = [f"{n} changes before, see --json"] if (n := len(status.changes) - NEWEST) > 0 else []
+        lines += [
+            "",
+            *earlier,
+            *(f"step {one.step}: {one.what} {one.value}".rstrip() for one in status.changes[-NEWEST:]),
+        ]
     return "\n".join(map(_cut, lines))
 
 

@@ -40,7 +40,7 @@ from pipeline.facts.run_log import PROJECT, show
 from pipeline.facts.stats import GoodputFigures, visible
 from pipeline.observe.summary import read_summary, summarise_evals, summarise_reward
 from pipeline.observe.table import columns, duration, goodput_text, number, quantity
-from pipeline.record.metrics import evaluations, read_metrics
+from pipeline.record.metrics import evaluations, read_metrics, totals
 
 WARM_UP: Final = 3  # batches of a segment that are not counted
 WORTH: Final = 1.05  # of sync's rollouts per second, from which asynchrony pays
@@ -280,16 +280,17 @@ def figures(rundir: RunDir) -> Figures:
     reward = summarise_reward([row["reward/mean"] for row in rows if "reward/mean" in row])
     last = {name: value for row in rows for name, value in row.items()}
     trained = [row for row in rows if row.get("trained_tokens")]
-    seconds = trained[-1]["wall_s"] - trained[0]["wall_s"] if trained else 0.0
+    whole = totals(rows)
+    seconds, tokens = (whole[name] - trained[0][name] if trained else 0.0 for name in ("wall_s", "trained_tokens"))
     known: Figures = {
         "state": "running" if live else "killed",
         "steps": int(last.get("step", 0)),
         "reward_first": reward.first,
         "reward_last": reward.last,
         "eval_best": summarise_evals(evaluations(rows)).best,
-        "tokens_per_s": (trained[-1]["trained_tokens"] - trained[0]["trained_tokens"]) / seconds if seconds else None,
+        "tokens_per_s": tokens / seconds if seconds else None,
         "goodput": last.get("goodput/share"),
-        "wall_s": last.get("wall_s"),
+        "wall_s": whole.get("wall_s"),
     }
     return {key: known.get(key) for key, _, _ in SHOWN.values()}
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from statistics import fmean
+
+from msgspec.structs import replace
 
 from configs.graph import engine_count
 from configs.schema import Config, router_kind
@@ -18,6 +21,7 @@ from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe import summary as summaries
 from pipeline.observe.plot import curve_from_rows, plot_learning_curve
+from pipeline.record.goodput import RECOMPUTED
 from pipeline.record.kept_files import best_text, uncertain_in
 from pipeline.record.metrics import read_metrics
 from pipeline.record.recorder import Recorder
@@ -77,14 +81,18 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> summaries.RunS
     view = recorder.view
     snapshot = view.snapshot(recorder.last_step_s)
     training_s = recorder.last_step_s - (recorder.training_started or recorder.started)
-    trained, wasted = snapshot.trained_tokens, snapshot.wasted_tokens
+    trained, before = snapshot.trained_tokens, recorder.before
+    waste = Counter({n.removeprefix("waste/"): int(v) for n, v in before.items() if n.startswith("waste/")})
+    waste = +(waste + view.waste)
+    del waste[RECOMPUTED]
+    made = trained + int(before["trained_tokens"]) + waste.total()
     versions, router = recorder.versions, read_fleet(recorder.rundir).get("router")
     shares = view.busy_shares(max(engine_count(config), view.most_engines))
     return summaries.RunSummary(
         mode=config.run.mode,
         exit_reason="completed" if reason == "finished" else reason,
         steps=snapshot.step,
-        wall_s=round(recorder.wall_s, 3),
+        wall_s=round(before["wall_s"] + recorder.wall_s, 3),
         groups=recorder.counts(),
         staleness=summaries.summarise_staleness(view.staleness, recorder.staleness_bound),
         reward=summaries.summarise_reward(recorder.rewards),
@@ -92,16 +100,17 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> summaries.RunS
         best=best_text(recorder.points, recorder.rundir.checkpoints),
         alarms=tuple(recorder.health.active.values()),
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
-        generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
+        generated_tokens_per_s=round((trained + snapshot.wasted_tokens) / training_s, 1) if training_s > 0 else 0.0,
         effective_training_time=round(recorder.effective.share(time.time()), 4),
         # A pipeline of K stages cannot take less than T* = max_k W_k / c_k, W_k being the work of stage k and c_k its
         # replicas. A stage's share is W_k / c_k over the time it was watched, so the largest is T* over that time: 1.0
         # means that no schedule of the same work on the same replicas would have been faster.
         efficiency_vs_bound=max(shares.values(), default=None),
         busiest_stage=max(shares, key=shares.__getitem__, default=""),
-        goodput=recorder.goodput.figures(),
-        wasted_tokens=wasted,
-        wasted_share=snapshot.wasted_share,
+        goodput=replace(recorder.goodput.figures(), waste=dict(waste)),
+        wasted_tokens=waste.total(),
+        wasted_share=waste.total() / made if made else 0.0,
+        resumed_from=recorder.resume_step,
         failed_rollouts=snapshot.failed_rollouts,
         weight_versions=summaries.WeightVersions(
             first=min(versions, default=0),

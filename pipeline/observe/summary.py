@@ -13,6 +13,7 @@ import platform
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -26,6 +27,10 @@ from pipeline.record.health import Alarm, OutageSummary, Stall
 from stages.train.batch_metrics import quantile
 
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "safetensors", "numpy", "ray", "megatron-core", "sglang")
+
+
+NEWEST: Final = 5  # changes that are shown
+RESUMED: Final = "engines, weights, tokens/s, efficiency, goodput, failed rollouts, stalls, outages and restarts"
 
 
 class StalenessSummary(Struct, frozen=True):
@@ -96,7 +101,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     mode: str
     exit_reason: str  # completed, interrupted, deadline, failed: ...
     steps: int
-    wall_s: float
+    wall_s: float  # of all starts
+    resumed_from: int | None = None  # the step from which the last start went on; see RESUMED
     groups: LedgerCounts
     staleness: StalenessSummary
     reward: RewardSummary
@@ -244,6 +250,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     rows.append(("groups", f"{groups}, {counts.discarded} discarded, {counts.open} in flight"))
     if summary.failed_rollouts:
         rows.append(("failed rollouts", failed_text(summary.failed_rollouts)))
+    if summary.resumed_from is not None:
+        rows.append(("resumed", f"from step {summary.resumed_from}; {RESUMED} count from there"))
     if summary.stalls:
         longest = max(stall.seconds for stall in summary.stalls)
         rows.append(("stalls", f"{len(summary.stalls)}, the longest of {duration(longest)}; see summary.json"))
@@ -254,10 +262,11 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     for name, outage in summary.environment_outages.items():
         rows.append(("outages", f"{name} {outage.outages}, {duration(outage.seconds)} in all: {outage.reason}"))
     if summary.changes:
+        more = f", and {n} before, see summary.json" if (n := len(summary.changes) - NEWEST) > 0 else ""
         changes = ", ".join(
-            f"{change.what} {change.value}".rstrip() + f" (step {change.step})" for change in summary.changes[-5:]
+            f"{change.what} {change.value}".rstrip() + f" (step {change.step})" for change in summary.changes[-NEWEST:]
         )
-        rows.append(("changed", changes))
+        rows.append(("changed", changes + more))
     if any(summary.restarts.values()):
         rows.append(("restarts", ", ".join(f"{stage} {n}" for stage, n in summary.restarts.items() if n)))
     return rows

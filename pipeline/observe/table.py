@@ -113,10 +113,10 @@ def plain_line(snapshot: RunSnapshot) -> str:
         parts.append(f"loss {number(snapshot.loss)}")
         parts.append(f"{quantity(snapshot.trained_tokens_per_s)} trained tok/s")
         return " | ".join([*parts, *_times(snapshot)])
-    parts.append(f"reward {number(snapshot.reward_mean)}")
+    parts += [] if snapshot.reward_mean is None else [f"reward {number(snapshot.reward_mean)}"]
     parts += [f"eval {name} {number(value)} (v{version})" for name, (version, value) in snapshot.evals.items()]
-    parts.append(f"staleness {_staleness(snapshot)}")
-    parts.append(f"v{snapshot.version}")
+    parts += [] if snapshot.staleness_mean is None else [f"staleness {_staleness(snapshot)}"]
+    parts += [f"v{snapshot.version}"] if snapshot.version >= 0 else []
     parts.append(f"{quantity(snapshot.trained_tokens_per_s)} trained tok/s")
     parts.append(_in_flight(snapshot))
     if snapshot.goodput.goodput is not None:

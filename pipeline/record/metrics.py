@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 METRICS_FILE: Final = "metrics.jsonl"
+TOKEN_LAGS: Final = "staleness/token_hist/"  # trained tokens of a step, by their staleness
 TENSORBOARD_DIRECTORY: Final = "tensorboard"
 _RESERVED: Final = ("step", "wall_s", "trained_tokens", "nonfinite")
 
@@ -149,6 +151,19 @@ def read_metrics(path: Path) -> Iterator[dict[str, float]]:
     for _, row in _rows(path):
         values = msgspec.json.decode(row, type=dict[str, float | dict[str, str] | None])
         yield {name: value for name, value in values.items() if isinstance(value, float)}
+
+
+def totals(rows: Iterable[Mapping[str, float]]) -> Counter[str]:
+    """Seconds, trained tokens and wasted tokens by cause, which count from each start of the run, over all starts."""
+    whole, newest = Counter[str](), dict[str, float]()
+    for row in rows:
+        before = row["trained_tokens"] - sum(v for n, v in row.items() if n.startswith(TOKEN_LAGS))
+        if before < newest.get("trained_tokens", 0.0) or row["wall_s"] < newest.get("wall_s", 0.0):  # the next start
+            whole.update(newest)
+            newest = {}
+        newest |= {n: v for n, v in row.items() if n in ("wall_s", "trained_tokens") or n.startswith("waste/")}
+    whole.update(newest)
+    return whole
 
 
 class _Row(msgspec.Struct):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -28,7 +29,7 @@ from pipeline.record import journal
 from pipeline.record.goodput import Goodput, GroupOutcomes
 from pipeline.record.health import Alarm, HealthWatch, OutageWatch, StallWatch
 from pipeline.record.kept_files import best_text, forget_ended, forget_responses, keeps_rollouts, save_hf
-from pipeline.record.metrics import VERSION, Metrics, Point, evaluations, read_metrics, scores
+from pipeline.record.metrics import TOKEN_LAGS, VERSION, Metrics, Point, evaluations, read_metrics, scores, totals
 from pipeline.record.trackers import trackers
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
@@ -86,7 +87,8 @@ class Recorder:
         self._topic: TopicServer | None = None
         self.lines: Callable[[str], None] = lambda line: None  # takes a message for the user
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights, after all refusals
-        self._resume_step = resume_step
+        self.resume_step = resume_step
+        self.before = Counter[str]()  # what earlier starts took and made; see `totals`
         self.committed = resume_step or 0  # step of the newest checkpoint, or of the start
         self.spared = set[int]()  # steps of checkpoints that the run may be about to go back to: they stay until then
         self._responses = keeps_rollouts(config)
@@ -99,8 +101,13 @@ class Recorder:
         if self._metrics is None:
             tensorboard = self.config.observe.use_tensorboard
             more = trackers(self.config, self.rundir.path)
-            self._metrics = Metrics(self.rundir.path, tensorboard=tensorboard, resume_step=self._resume_step, more=more)
-            for row in read_metrics(self.rundir.metrics):  # of the starts before
+            self._metrics = Metrics(self.rundir.path, tensorboard=tensorboard, resume_step=self.resume_step, more=more)
+            rows = list(read_metrics(self.rundir.metrics))  # of the starts before
+            self.before = totals(rows)
+            for row in rows:
+                lags = {int(n.rpartition("/")[2]): int(v) for n, v in row.items() if n.startswith(TOKEN_LAGS)}
+                self.view.staleness.update(lags)
+                self.rewards += [row["reward/mean"]] if "reward/mean" in row else []
                 points = evaluations([row])
                 self.points += points
                 for point in points:
@@ -118,10 +125,10 @@ class Recorder:
         files = [file for file in (ledger, self.rundir.metrics, self.rundir.summary) if file.exists()]
         before_s = max((file.stat().st_mtime for file in files), default=0.0)  # last sign of the start before
         self.journal = journal.Journal(ledger)
-        if self._resume_step is not None:
+        if self.resume_step is not None:
             self.changes = [event for event in journal.read_journal(ledger) if isinstance(event, Changed)]
             self.began = journal.Began(self.began.unix_s, before_s)
-            self.effective = journal.resumed_time(journal.read_journal(ledger), self.began, self._resume_step)
+            self.effective = journal.resumed_time(journal.read_journal(ledger), self.began, self.resume_step)
         self.spans = span_writer(self.config, self.rundir.run_id, self.rundir.path, "prompts-0", "prompts")
         return self
 
@@ -130,7 +137,7 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.close()
         self.spans.close()
-        if self.rewards:
+        if self.rewards and self.group_outcomes.by_outcome:
             with contextlib.suppress(OSError):  # a full disk was reported before, and this file is a by-product
                 self.group_outcomes.write(self.rundir.path / BIAS_FILE)
 

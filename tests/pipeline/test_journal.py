@@ -376,6 +376,7 @@ def test_a_new_directory_is_for_its_owner_alone_and_one_that_anybody_can_put_lin
 ) -> None:
     with RunDir(tmp_path / "new" / "run").open(resume=False) as rundir:
         assert rundir.path.stat().st_mode & 0o777 == 0o700
+    assert RunDir(tmp_path / "new" / ".." / "run").path == tmp_path / "run", "people read it"
     for name, mode in (("shared", 0o750), ("open", 0o777)):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(mode)

@@ -189,6 +189,9 @@ def test_the_table() -> None:
     assert cells["engine-0"] == ["serving", "197", "21", "3", "512", "27%"]
     assert cells["engine-1"] == ["starting", "-", "0", "0", "-", "-"]
     assert lines[-1] == "step 150: scale reward 2"
+    seven = tuple(Changed(step, "scale reward", "2") for step in range(7))
+    lines = table(msgspec.structs.replace(STATUS, changes=seven)).splitlines()
+    assert lines[-6:-4] == ["2 changes before, see --json", "step 2: scale reward 2"]
     advice = "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
     advised = msgspec.structs.replace(STATUS, snapshot=dataclasses.replace(SNAPSHOT, advice=advice))
     assert table(advised).splitlines()[6:8] == [

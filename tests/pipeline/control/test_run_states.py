@@ -83,7 +83,7 @@ def test_a_run_that_has_ended_says_how_in_json_and_in_words(
     assert found["resume"] == (f"python launch.py --resume {ended}" if goes_on else None)
     assert launch.main(["status", str(ended)]) == 3
     text = capsys.readouterr().out
-    assert f"state      {state} ({reason})" in text
+    assert f"state      {state}" + (f" ({reason})" if reason != state else "") + "\n" in text
     assert ("--resume" in text) == goes_on
     code, found = ask("drain", ended)
     [fault] = found["error"]["faults"]
@@ -163,6 +163,8 @@ def test_a_run_that_trains_nothing_has_a_code_of_its_own(tmp_path: Path, ask: As
     done = here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, *flags, cwd=tmp_path)
     assert done.code == 5, done.err
     assert "groups in a row were not trained" in done.err
+    place = tmp_path / "run"
+    assert f"the run is in {place}; continue it with python launch.py --resume {place}\n" in done.err
     _, found = ask("status", tmp_path / "run")
     assert (found["state"], found["step"]) == ("failed", 0)
     assert "groups in a row were not trained" in found["exit_reason"]

@@ -19,13 +19,13 @@ from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import GoodputFigures
 from pipeline.observe import compare
-from pipeline.observe.compare import Segment, main, names_runs, report
+from pipeline.observe.compare import Segment, figures, main, names_runs, report
 from tests.pipeline.launching import NO_DATA, ROOT, SIMULATED, environment, made_model
 
 
 def segment(mode: str, rate: float, scores: list[tuple[float, float]] | None = None) -> Segment:
-    figures = GoodputFigures(0.5, 0.6, {"tail": 0.3, "stale": 0.2})
-    return Segment(mode=mode, rollouts_per_s=rate, staleness=1.0, wasted=0.2, goodput=figures, scores=scores or [])
+    goodput = GoodputFigures(0.5, 0.6, {"tail": 0.3, "stale": 0.2})
+    return Segment(mode=mode, rollouts_per_s=rate, staleness=1.0, wasted=0.2, goodput=goodput, scores=scores or [])
 
 
 def test_asynchrony_is_taken_only_where_it_pays() -> None:
@@ -114,6 +114,14 @@ ROWS: list[dict[str, float]] = [
     {"step": 1, "wall_s": 4.0, "trained_tokens": 100, "reward/mean": 0.5, "goodput/share": 0.1},
     {"step": 2, "wall_s": 8.0, "trained_tokens": 500, "reward/mean": 1.0, "goodput/share": 0.3},
 ]
+
+
+def test_what_counts_from_each_start_is_added_up(tmp_path: Path) -> None:
+    with a_run(tmp_path / "run", lr=1e-6) as rundir:
+        again = {"step": 3, "wall_s": 10.0, "trained_tokens": 300, "staleness/token_hist/0": 300, "reward/mean": 1.0}
+        rundir.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in [*ROWS, again]))
+        found = figures(rundir)
+    assert (found["wall_s"], found["tokens_per_s"]) == (8.0 + 10.0, (500 + 300 - 100) / (18.0 - 4.0))
 
 
 def a_run(place: Path, *, lr: float, title: str = "x", summary: dict[str, Any] | None = None) -> RunDir:

@@ -175,6 +175,12 @@ def test_plain_lines_come_once_per_interval_and_unwrapped() -> None:
     assert "reward 0.400 | eval heldout 0.625 (v3) | staleness mean 1.00 max 2 (bound 2) | v4" in lines[0]
 
 
+def test_what_is_not_known_yet_is_left_out_of_a_line() -> None:
+    """As at the first look after a resume."""
+    line = plain_line(RunSnapshot("async", step=19, total_steps=22, version=-1))
+    assert line == "step 19/22 | 0 trained tok/s | in flight 0 | wasted 0.0% | 0:00"
+
+
 def test_failed_rollouts_are_shown_with_their_commonest_reason() -> None:
     """In groups that were trained nevertheless: nothing else of a run tells of them."""
     view = made_up_run()

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from models.disk import write_json
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.stats import LedgerCounts, StageStats
+from pipeline.facts.stats import Changed, LedgerCounts, StageStats
 from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, smooth
 from pipeline.observe.report import summarise
 from pipeline.observe.summary import (
@@ -426,8 +426,7 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
     assert first.keys().isdisjoint(names), "nothing is told of what was not seen"
 
 
-def test_the_waste_of_a_resumed_run_is_counted_from_its_resume_on(rundir: RunDir) -> None:
-    """As its trained tokens are: the ledger of the checkpoint knows of earlier ones."""
+def test_waste_is_counted_as_it_is_seen_and_not_by_the_ledger_of_a_checkpoint(rundir: RunDir) -> None:
     recorder = Recorder(make_config(), rundir, resume_step=4)
     recorder.ledger = Ledger(LedgerSnapshot(4, 4, {"filtered": 4}, (), tokens={"filtered": 4000}))
     recorder.view.step(5, at_s=1.0, metrics={}, tokens=300, staleness={0: 300})
@@ -436,3 +435,41 @@ def test_the_waste_of_a_resumed_run_is_counted_from_its_resume_on(rundir: RunDir
     summary = summarise(recorder, recorder.config, "finished")
     assert summary.failed_rollouts == {"no number": 2}
     assert (summary.wasted_tokens, summary.wasted_share) == (100, 0.25)
+
+
+async def test_the_summary_of_a_resumed_run_is_of_all_its_starts(rundir: RunDir) -> None:
+    """Three of them. The second took longer to its first step than all of the first, so no clock tells them apart."""
+    starts: list[list[tuple[float, int, int]]] = [[(2.0, 100, 0), (4.0, 200, 50)], [(9.0, 100, 60), (10.0, 200, 70)]]
+    rows, number = [], 0
+    for start in starts:
+        for wall_s, trained, waste in start:
+            number += 1
+            row = {"step": number, "wall_s": wall_s, "trained_tokens": trained, "reward/mean": number / 10}
+            row |= {"staleness/token_hist/0": 25, "staleness/token_hist/2": 75, "waste/stale": waste}
+            rows.append(row | {"waste/recomputed_prefill": 7, "waste/failed": 1})
+    rows.append({**rows[-1], "step": 5, "reward/mean": 9.0})  # never happened
+    rundir.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = make_config(observe={"use_tensorboard": False, "trace": False})
+    with Recorder(config, rundir, resume_step=4) as recorder:
+        await recorder.step(StepDone(4, 4, (), {}, 0, publishes=True))
+        assert not (rundir.path / "bias.json").exists()
+        metrics = {"rollout/raw_reward": 0.5, "rollout/response_len/mean": 1.0}
+        await recorder.step(StepDone(5, 5, (9,), metrics, 100, staleness={1: 100}))
+        recorder.view.waste["stale"] += 30
+        recorder.started -= 100.0
+        found = summarise(recorder, config, "finished")
+    assert found.resumed_from == 4
+    assert found.wall_s == pytest.approx(4.0 + 10.0 + 100.0, abs=30)
+    assert found.reward.first == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
+    assert (found.staleness.mean, found.staleness.max) == ((300 * 2 + 100) / 500, 2)
+    assert (found.wasted_tokens, found.wasted_share) == (50 + 70 + 30 + 2, 152 / 652)
+    assert found.goodput.waste == {"stale": 150, "failed": 2}
+    text = closing_text(found, {"run": rundir.path}, None, None)
+    assert "resumed    from step 4; engines, weights, tokens/s" in text
+    changes = tuple(Changed(step, "scale reward", str(step)) for step in range(7))
+    text = closing_text(msgspec.structs.replace(found, changes=changes), {"run": rundir.path}, None, None)
+    assert "scale reward 6 (step 6), and 2 before, see summary.json" in text
+    assert "scale reward 1 " not in text
+    text = closing_text(msgspec.structs.replace(found, changes=changes[:5]), {"run": rundir.path}, None, None)
+    assert "scale reward 4 (step 4)\n" in text
+    assert "from step" not in closing_text(summary(), {"run": rundir.path}, None, None)
