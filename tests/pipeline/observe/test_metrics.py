@@ -452,14 +452,16 @@ async def test_the_summary_of_a_resumed_run_is_of_all_its_starts(rundir: RunDir)
     config = make_config(observe={"use_tensorboard": False, "trace": False})
     with Recorder(config, rundir, resume_step=4) as recorder:
         await recorder.step(StepDone(4, 4, (), {}, 0, publishes=True))
-        assert not (rundir.path / "bias.json").exists()
+    assert not (rundir.path / "bias.json").exists(), "a start without a step keeps that of the start before"
+    with Recorder(config, rundir, resume_step=4) as recorder:
+        await recorder.step(StepDone(4, 4, (), {}, 0, publishes=True))
         metrics = {"rollout/raw_reward": 0.5, "rollout/response_len/mean": 1.0}
         await recorder.step(StepDone(5, 5, (9,), metrics, 100, staleness={1: 100}))
         recorder.view.waste["stale"] += 30
         recorder.started -= 100.0
         found = summarise(recorder, config, "finished")
     assert found.resumed_from == 4
-    assert found.wall_s == pytest.approx(4.0 + 10.0 + 100.0, abs=30)
+    assert found.wall_s >= 4.0 + 10.0 + 100.0
     assert found.reward.first == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
     assert (found.staleness.mean, found.staleness.max) == ((300 * 2 + 100) / 500, 2)
     assert (found.wasted_tokens, found.wasted_share) == (50 + 70 + 30 + 2, 152 / 652)
