@@ -145,7 +145,9 @@ def _settle(arguments: Arguments, *, notify: bool) -> tuple[Config, list[str]]:
         from pipeline.preflight.refusals import refusals
 
         try:
-            faults += arguments.judged(refusals(config, MACHINE, left_out))
+            named = set(_FUNCTION.findall(" ".join(faults)))  # each is reported once
+            more = arguments.judged(refusals(config, MACHINE, left_out))
+            faults += [fault for fault in more if not named.intersection(_FUNCTION.findall(fault))]
         except Exception:
             if not faults:  # these checks expect a valid configuration
                 raise
@@ -157,6 +159,7 @@ def _settle(arguments: Arguments, *, notify: bool) -> tuple[Config, list[str]]:
 
 
 # The setting that a sentence is about: a flag, or the key of a recipe.
+_FUNCTION: Final = re.compile(r"'[\w.]+:\w+'")
 _KEY: Final = re.compile(r"--[a-z][\w-]*|\b[a-z_]+\.[a-z_.]+(?= )")
 
 

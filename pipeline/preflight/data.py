@@ -130,7 +130,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> Pr
 def with_data(config: Config, prompts: PromptSet | DrawnPrompts, report: Callable[[str], None]) -> Config:
     """Fill in what only the data knows: the number of rollouts of an epoch, the grader. `report`: takes lines about
     rows and the choice of the grader."""
-    for line in prompts.report.lines():
+    for line in prompts.report.lines(graded=not config.environment):
         report(line)
     config = build({"rollout.num_rollout": num_rollout_for(config, len(prompts))}, config)
     supervised = config.train.loss_type == "sft_loss"
@@ -142,7 +142,8 @@ def with_data(config: Config, prompts: PromptSet | DrawnPrompts, report: Callabl
     chosen = reward.custom_rm_path is not None or reward.reward_component or prompts.report.rm_types
     if reward.rm_type == "auto" and not chosen and (prompts.report.labels or not config.environment):
         grader, why = choose_auto(prompts.report.labels)
-        report(f"grader {grader}: {why}")
+        only = ", of rollouts to which their environment gives no reward" if config.environment else ""
+        report(f"grader {grader}{only}: {why}")
         config = build({"reward.rm_type": grader}, config)
     return config
 

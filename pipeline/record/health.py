@@ -333,9 +333,10 @@ class OutageWatch:
                     "again after growing waits"
                 )
             else:
-                self._since.pop(key, None)
+                began = self._since.pop(key, None)
                 self._seconds[key] = self._seconds.get(key, 0.0) + notice.lasted_s
-                yield f"environment {name} works again, after {notice.lasted_s:.0f} s; {replica} continues"
+                if began is not None:  # else it was over before it was seen; the summary counts it
+                    yield f"environment {name} works again, after {notice.lasted_s:.0f} s; {replica} continues"
 
     def summary(self) -> dict[str, OutageSummary]:
         """The outages until now, by environment."""

@@ -80,13 +80,14 @@ class LoadReport(Struct):
         ordered = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
         return ", ".join(f"{kind}: {count}" for kind, count in ordered)
 
-    def lines(self, listed: int = 3) -> list[str]:
-        """What the user sees: one line per source, then the skipped rows and the first of them."""
+    def lines(self, listed: int = 3, *, graded: bool = True) -> list[str]:
+        """What the user sees: one line per source, then the skipped rows and the first of them. `graded`: rewards come
+        from graders, which may need labels."""
         out = [f"{source.spec}: {source.kept} of {source.rows} rows usable" for source in self.sources]
         if self.skipped:
             out.append(f"skipped {sum(self.skipped.values())} rows ({self.skip_histogram()})")
             out.extend(f"  {bad}" for bad in self.bad_rows[:listed])
-        if self.unlabelled:
+        if self.unlabelled and graded:
             out.append(f"{self.unlabelled} of {self.kept} usable rows have no label")
         return out
 

@@ -133,6 +133,13 @@ def test_everything_that_a_run_refuses_is_reported_together_and_by_a_plan(tmp_pa
         each_once(errors(f"{wrong} {more}"), "--num-rollout is not set", *words)
 
 
+def test_a_function_that_cannot_be_imported_is_one_fault(errors: Errors) -> None:
+    argv = "--hf-checkpoint tiny --prompt-data arithmetic --num-rollout 2 --custom-rm-path no_such_pkg:f"
+    each_once(errors(f"{argv} --rm-type auto"), "no package 'no_such_pkg' is found")
+    argv = f"{argv} --rm-type auto --dynamic-sampling-filter nonzero_sd"
+    each_once(errors(argv), "no package 'no_such_pkg' is found", "'nonzero_sd' is unknown")
+
+
 def test_rows_name_graders_and_held_out_files_are_read(tmp_path: Path, errors: Errors) -> None:
     row = '{"input": "1+1=", "label": "2", "metadata": {"rm_type": "mathh"}}'
     (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8")

@@ -11,7 +11,6 @@ import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -55,6 +54,7 @@ from pipeline.preflight.refusals import (
     sglang_parts,
     sglang_warnings,
 )
+from stages.data.rows import LoadReport, SourceCount
 from stages.user_functions import KINDS, faults
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 from tests.stages.stage_rig import make_config
@@ -613,19 +613,31 @@ def test_recipe(recipe: str, tmp_path: Path) -> None:
         assert (run_dir / "metrics.jsonl").read_text().count("value_loss") >= BATCHES
 
 
-@pytest.mark.parametrize(("loss_type", "grader"), [("policy_loss", "gsm8k"), ("sft_loss", "auto")])
-def test_only_rollouts_get_a_grader(loss_type: str, grader: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "grader", "said"),
+    [
+        ({}, "gsm8k", ["1 of 3 usable rows have no label", "grader gsm8k"]),
+        ({"train": {"loss_type": "sft_loss"}}, "auto", ["1 of 3 usable rows have no label"]),
+        (
+            {"environment": [{"name": "world"}]},
+            "gsm8k",
+            ["grader gsm8k, of rollouts to which their environment gives no reward"],
+        ),
+    ],
+)
+def test_only_rollouts_get_a_grader(settings: dict[str, Any], grader: str, said: list[str]) -> None:
+    """Rows of an environment need no labels: it gives the rewards, or some of them."""
+
     class Rows:
-        report = SimpleNamespace(lines=list, rm_types=(), labels=["#### 7", "so it is 8 #### 8"])
+        report = LoadReport([SourceCount("rows.jsonl", 3, 3)], unlabelled=1, labels=["#### 7", "so it is 8 #### 8"])
 
         def __len__(self) -> int:
-            return 2
+            return 3
 
     lines: list[str] = []
-    config = make_config(train={"loss_type": loss_type}, rollout={"num_rollout": 3})
-    found = with_data(config, cast(Any, Rows()), lines.append)
+    found = with_data(make_config(**settings, rollout={"num_rollout": 3}), cast(Any, Rows()), lines.append)
     assert found.reward.rm_type == grader
-    assert len(lines) == (loss_type == "policy_loss")
+    assert [line.split(":")[0] for line in lines[1:]] == said
 
 
 def test_what_another_start_would_repeat_ends_the_run_with_the_cure(tmp_path: Path) -> None:

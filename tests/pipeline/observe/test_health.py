@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -22,10 +23,11 @@ from pipeline.facts.run_directory import RunDir
 from pipeline.observe.report import summarise
 from pipeline.observe.summary import closing_text
 from pipeline.observe.table import plain_line, render
-from pipeline.record.health import ENTROPY, LENGTH, REWARD, TRUNCATED, HealthWatch
+from pipeline.record.health import ENTROPY, LENGTH, REWARD, TRUNCATED, HealthWatch, OutageWatch
 from pipeline.record.kept_files import best_text
 from pipeline.record.metrics import JsonlMetrics
 from pipeline.record.recorder import Recorder
+from stages.agents.hosting import OutageNotice
 from stages.messages import EvalDone, Settled, StepDone
 from tests.pipeline.control.test_commands import STATUS
 from tests.stages.stage_rig import make_config
@@ -238,3 +240,19 @@ def test_export_copies_the_newest_or_the_best_saved(tmp_path: Path, capsys: pyte
     assert launch.main(["export", str(run), "--best", "--to", str(tmp_path / "out")]) == 2
     assert "is damaged" in capsys.readouterr().err
     assert best_text([], run / "checkpoints") == ""
+
+
+def test_an_environment_works_again_only_where_it_was_said_to_be_out_of_order() -> None:
+    """An outage may be over before the controller looks; the summary counts it all the same."""
+    watch, newest = OutageWatch(), dict[str, bytes]()
+
+    def lines(*, out: bool, lasted_s: float = 0.0, count: int = 1) -> list[str]:
+        newest["environment/world/agents-0"] = msgspec.msgpack.encode(
+            OutageNotice("world", out, "away", lasted_s, count)
+        )
+        return [line.split(" (")[0].split(";")[0] for line in watch.look(SimpleNamespace(items=lambda _: newest))]
+
+    assert lines(out=False, lasted_s=0.25) == []
+    assert lines(out=True, count=2) == ["environment world is out of order"]
+    assert lines(out=False, lasted_s=3.0, count=2) == ["environment world works again, after 3 s"]
+    assert (watch.summary()["world"].outages, watch.summary()["world"].seconds) == (2, 3.2)
