@@ -21,7 +21,6 @@ from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe import summary as summaries
 from pipeline.observe.plot import curve_from_rows, plot_learning_curve
-from pipeline.record.goodput import RECOMPUTED
 from pipeline.record.kept_files import best_text, uncertain_in
 from pipeline.record.metrics import read_metrics
 from pipeline.record.recorder import Recorder
@@ -84,7 +83,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> summaries.RunS
     trained, before = snapshot.trained_tokens, recorder.before
     waste = Counter({n.removeprefix("waste/"): int(v) for n, v in before.items() if n.startswith("waste/")})
     waste = +(waste + view.waste)
-    del waste[RECOMPUTED]
+    del waste["recomputed_prefill"]  # no tokens of responses
     made = trained + int(before["trained_tokens"]) + waste.total()
     versions, router = recorder.versions, read_fleet(recorder.rundir).get("router")
     shares = view.busy_shares(max(engine_count(config), view.most_engines))

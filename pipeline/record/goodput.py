@@ -38,7 +38,6 @@ from stages.messages import Settled, StepDone
 from stages.topic_values import LENGTH, RUNNING, EngineEntry, length_of
 from stages.train.batch_metrics import MASKED, length_bucket
 
-RECOMPUTED: Final = "recomputed_prefill"  # no tokens that a response lost
 LEAST_RESPONSES: Final = 64
 LEAST_BATCHES: Final = 4  # between two estimates of what is attainable
 KEPT_SHARE: Final = 0.9  # of what earlier estimates saw of the speed of a slot
@@ -172,7 +171,7 @@ class Goodput:
         known = {name: value for name, value in shares.items() if value is not None}
         lost = {f"goodput/lost_{cause}": share for cause, share in found.lost.items()}
         waste = {f"waste/{cause}": float(n) for cause, n in found.waste.items()}
-        return known | lost | waste | {f"waste/{RECOMPUTED}": float(found.recomputed_tokens)}
+        return known | lost | waste | {"waste/recomputed_prefill": float(found.recomputed_tokens)}
 
 
 MOST_REASONS = 30  # names of metrics; the rest is counted as `other`

@@ -161,7 +161,7 @@ def loses_ends(self: Recorder, groups: Any) -> None:
 
 def keeps_rows(self: Recorder) -> Any:
     """Rows of steps that never happened stay."""
-    self._resume_step = None
+    self.resume_step = None
     return open_metrics(self)
 
 

@@ -113,7 +113,7 @@ def test_the_steps_after_a_warm_start_are_shown_too() -> None:
 @pytest.mark.parametrize(
     ("reason", "code", "words"),
     [
-        ("completed", 0, "completed (completed)"),
+        ("completed", 0, "state      completed\n"),
         ("interrupted", 0, "drained"),
         ("failed: out of luck", 1, "out of luck"),
     ],
