@@ -43,7 +43,7 @@ WRONG = {"rollout-batch-sise", "rollout-batch", "end", "no-rope-fusion"}
 WRONG |= {*MODEL_ARGS, *ALIASES, *TAKEN, *NOT_HERE, *RULES}
 
 GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis", "stage")
-NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix
+NOT_METRICS = {"eval/released", "eval/", "staleness/token_hist/"}  # a topic key, prefixes
 
 
 def anchors(text: str) -> set[str]:
