@@ -9,6 +9,8 @@ Invariants:
   all that the chain made of its part. So a process that dies loses nothing: the hub delivers the message again;
 - what a hub still holds for a stage of the chain reaches the stage by the same inlet as the messages of the chain;
 - `send` waits while `window` messages wait for the next stage;
+- a chain that is taken apart leaves from its last link to its first. What waits for a stage, what the stage still holds
+  when it ends, and what is sent later goes to other replicas by the stream that the link stands for;
 - messages from and to stages of the user are copied and checked by the schema, as on their way between processes. All
   others are handed on as they are: nobody may write to the arrays of a message.
 """
@@ -28,6 +30,7 @@ from transport.wire import KEY_LIMIT
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Lease(Protocol[T_co]):
@@ -43,10 +46,22 @@ class Lease(Protocol[T_co]):
     def poison(self, reason: str) -> None: ...
 
 
+class Outlet(Protocol[T_contra]):
+    """The producing end of the stream that a link stands for."""
+
+    async def send(self, message: T_contra, key: str) -> None: ...
+
+
 class Source(Protocol[T_co]):
-    """An inlet of a hub."""
+    """An inlet."""
 
     async def receive(self) -> Lease[T_co] | None: ...
+
+
+class HubSource(Protocol[T]):
+    """An inlet of a hub."""
+
+    async def receive(self) -> LeaseHandle[T] | None: ...
 
 
 @dataclass(slots=True)
@@ -72,13 +87,18 @@ class ChainLink(Generic[T]):
 
     def __init__(self, schema: type[T], window: int, *, copies: bool) -> None:
         self._codec = Codec(schema) if copies else None
-        self._queue: asyncio.Queue[Lease[T] | None] = asyncio.Queue(window)
+        self._queue: asyncio.Queue[LeaseHandle[T] | None] = asyncio.Queue(window)
         self._parts: dict[str, _Part] = {}
+        self._unsettled: dict[str, LeaseHandle[T]] = {}  # what was sent here, by key
+        self._outlet: Outlet[T] | None = None  # once the chain is taken apart
         self._sources = 1
         self.consumed = asyncio.Event()  # the next stage has ended
 
     async def send(self, message: T, key: str) -> None:
         """Hand over. Waits for room. Raises MessageInvalid, with nothing sent."""
+        if self._outlet is not None:
+            await self._outlet.send(message, key)
+            return
         if not key or len(key) > KEY_LIMIT:
             raise MessageInvalid(f"key {key[:40]!r} has {len(key)} characters; use 1 to {KEY_LIMIT}")
         if self._codec is not None:
@@ -93,8 +113,9 @@ class ChainLink(Generic[T]):
         part = self._parts.setdefault(_part_of(key), _Part())
         part.behind += 1
         part.since = part.since or time.monotonic()
+        lease = self._unsettled[key] = LeaseHandle(message, key, part.attempt, partial(self.settled, key))
         try:
-            await self._queue.put(LeaseHandle(message, key, part.attempt, partial(self.settled, key)))
+            await self._queue.put(lease)
         except BaseException:
             self.settled(key)
             raise
@@ -106,7 +127,7 @@ class ChainLink(Generic[T]):
             self._queue.put_nowait(None)  # for the other receivers; its place is free
         return lease
 
-    async def merge(self, source: Source[T]) -> None:
+    async def merge(self, source: HubSource[T]) -> None:
         """Receive also what a hub has for the next stage. Waits until the hub's stream ends, or the inlet is
         drained. `end` it as many times more."""
         self._sources += 1
@@ -117,8 +138,29 @@ class ChainLink(Generic[T]):
     async def end(self) -> None:
         """One source has ended."""
         self._sources -= 1
-        if not self._sources:
+        if not self._sources and self._outlet is None:
             await self._queue.put(None)
+
+    async def leave(self, outlet: Outlet[T]) -> None:
+        """Give what waits for the next stage to other replicas of it, the oldest first. The next stage then ends."""
+        self._outlet = outlet
+        while not self._queue.empty():
+            lease = self._queue.get_nowait()
+            if lease is not None and lease.give_back is not None:
+                lease.give_back()  # its hub took its key once, and would drop it
+            elif lease is not None:
+                await self._pass_on(lease)
+        self._queue.put_nowait(None)
+
+    async def give_up(self) -> None:
+        """The next stage has ended. In a chain that is taken apart it leaves what it still holds, parts of groups."""
+        for lease in list(self._unsettled.values()) if self._outlet is not None else ():
+            await self._pass_on(lease)
+
+    async def _pass_on(self, lease: LeaseHandle[T]) -> None:
+        assert self._outlet is not None
+        await self._outlet.send(lease.message, lease.key)
+        lease.done()
 
     @property
     def queued(self) -> int:
@@ -150,6 +192,7 @@ class ChainLink(Generic[T]):
 
     def settled(self, key: str, refused: str | None = None) -> None:
         """A message behind this link is settled."""
+        self._unsettled.pop(key, None)
         part = self._parts[_part_of(key)]
         part.behind -= 1
         part.refused = refused or part.refused

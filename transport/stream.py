@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, cast
 from transport.bodies import body_frames, packed, unpacked
 from transport.codec import Codec, checksum, total
 from transport.core.hub import HubCore, Send
-from transport.core.peers import ConsumerCore, Delivery, ProducerCore
+from transport.core.peers import ConsumerCore, Delivery, ProducerCore, Verdict
 from transport.errors import DecodeError, MessageInvalid, MessageTooLarge, UsageError
 from transport.port import CorePort, PeerPort
 from transport.spec import DeadLetter, Held, HubStats
@@ -81,12 +81,19 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
 
 class LeaseHandle(Generic[T]):
     """One message in this replica's care; satisfies the stages' Lease. `settle` gets its one verdict: None for done, or
-    why it is refused."""
+    why it is refused. `give_back` returns a message of a hub that no stage has begun: another consumer gets it."""
 
-    __slots__ = ("_settle", "_settled", "attempt", "key", "message")
+    __slots__ = ("_settle", "_settled", "attempt", "give_back", "key", "message")
 
-    def __init__(self, message: T, key: str, attempt: int, settle: Callable[[str | None], None]) -> None:
-        self.message, self.key, self.attempt = message, key, attempt
+    def __init__(
+        self,
+        message: T,
+        key: str,
+        attempt: int,
+        settle: Callable[[str | None], None],
+        give_back: Callable[[], None] | None = None,
+    ) -> None:
+        self.message, self.key, self.attempt, self.give_back = message, key, attempt, give_back
         self._settle, self._settled = settle, False
 
     def done(self) -> None:
@@ -195,11 +202,12 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
             self._settle(delivery, f"quarantined at {self.session.hello.replica}: {error}")
             return None
         delivery.body = None
-        return LeaseHandle(message, work.key, delivery.attempt, partial(self._settle, delivery))
+        back = partial(self._settle, delivery, None, "returned")
+        return LeaseHandle(message, work.key, delivery.attempt, partial(self._settle, delivery), back)
 
-    def _settle(self, delivery: Delivery, refused: str | None) -> None:
+    def _settle(self, delivery: Delivery, refused: str | None, unrefused: Verdict = "done") -> None:
         if not delivery.settled:  # else handed back at closing: the hub gives it to another consumer
-            self.core.settle(delivery, "done" if refused is None else "poison", refused or "")
+            self.core.settle(delivery, unrefused if refused is None else "poison", refused or "")
             self.link.wake()
 
 

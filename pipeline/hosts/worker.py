@@ -21,8 +21,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +44,7 @@ from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.machine import collect_less, cpu_seconds
 from stages.base import Stage, StageContext, StageOptions, TrainOptions, beside
 from stages.ports import Inlet as StageInlet
-from stages.ports import Lease, Ports, wait_value
+from stages.ports import Lease, Outlet, Ports, wait_value
 from transport import ChainLink, EntryInlet, Inlet, Node, StreamFinished, TopicClient
 
 T_co = TypeVar("T_co", covariant=True)
@@ -116,20 +116,30 @@ class Place:
     """The place of a replica in its process: the links to its neighbours, None at the ends of a chain."""
 
     process: ReplicaSpec
-    before: ChainLink[Any] | None = None
-    after: ChainLink[Any] | None = None
+    before: ChainLink[Any] | None
+    after: ChainLink[Any] | None
+    retired: asyncio.Event = field(default_factory=asyncio.Event)  # it takes no new work
 
 
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
     """Run a replica, with those that are chained to it, until its inlets end or it is retired. Errors of a stage
     propagate."""
-    if not spec.chained:
-        await _run_member(spec, node, topic, config, Place(spec))
-        return
     links = [_link(before, after, spec.room) for before, after in pairwise(spec.members)]
-    async with asyncio.TaskGroup() as tasks:
-        for member, before, after in zip(spec.members, [None, *links], [*links, None], strict=True):
-            tasks.create_task(_run_member(member, node, topic, config, Place(spec, before, after)))
+    ends = zip([None, *links], [*links, None], strict=True)
+    members = [(member, Place(spec, *end)) for member, end in zip(spec.members, ends, strict=True)]
+    async with beside(_retire(members, node, topic)), asyncio.TaskGroup() as tasks:
+        for member, place in members:
+            tasks.create_task(_run_member(member, node, topic, config, place))
+
+
+async def _retire(members: Sequence[tuple[ReplicaSpec, Place]], node: Node, topic: TopicClient) -> None:
+    """Waits for the topic `retire/<process>`. From the last member to the first: the link behind it gives what waits in
+    it to other replicas, so that a stage ends only after that, and the member takes no new work."""
+    await wait_value(topic, rendezvous.retire_key(members[0][0].replica))
+    for member, place in reversed(members):
+        if place.after is not None:
+            await place.after.leave(await _outlet(node, member.outlets["out"], member.replica))
+        place.retired.set()
 
 
 def _link(before: ReplicaSpec, after: ReplicaSpec, room: int) -> ChainLink[Any]:
@@ -160,9 +170,7 @@ async def _run_member(spec: ReplicaSpec, node: Node, topic: TopicClient, config:
 async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient, place: Place) -> None:
     name, before, after = spec.replica, place.before, place.after
     outlets: dict[str, Any] = {
-        key: await node.outlet(port.address, port.stream, import_path(port.schema), replica=name)
-        for key, port in spec.outlets.items()
-        if after is None or key != "out"
+        key: await _outlet(node, port, name) for key, port in spec.outlets.items() if after is None or key != "out"
     }
     inlets = {key: await _inlet(node, port, name, place) for key, port in spec.inlets.items()}
     taken: dict[str, StageInlet[Any]] = dict(inlets)
@@ -181,8 +189,8 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
         taken = {key: FaultyInlet(inlet, faults) for key, inlet in taken.items()}
     ports = Ports(spec.replica, taken, outlets, topic, weights)
     report = partial(_stats, stage, spec, place)
-    retire = _retire(place.process.replica, topic, inlets.values())
-    async with beside(_publish_stats(report, spec.replica, topic), retire), asyncio.TaskGroup() as merging:
+    drain = _drain(place.retired, inlets.values())
+    async with beside(_publish_stats(report, spec.replica, topic), drain), asyncio.TaskGroup() as merging:
         for merge in merged:
             merging.create_task(merge)
         try:
@@ -195,8 +203,13 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
         for inlet in inlets.values():  # what a retired replica still holds, parts of groups, goes to another one
             await inlet.close()
     if before is not None:
+        await before.give_up()
         before.consumed.set()
     await topic.publish(STATS_PREFIX + spec.replica, report())
+
+
+async def _outlet(node: Node, port: PortSpec, name: str) -> Outlet[Any]:
+    return await node.outlet(port.address, port.stream, import_path(port.schema), replica=name)
 
 
 async def _inlet(node: Node, port: PortSpec, name: str, place: Place) -> Inlet[Any]:
@@ -224,9 +237,9 @@ def _stats(stage: Stage, spec: ReplicaSpec, place: Place) -> bytes:
     return msgspec.msgpack.encode(stats)
 
 
-async def _retire(process: str, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
-    """Waits for the topic `retire/<process>`. The inlets end then: messages not yet begun return to their hubs."""
-    await wait_value(topic, rendezvous.retire_key(process))
+async def _drain(retired: asyncio.Event, inlets: Collection[Inlet[Any]]) -> None:
+    """Waits for the retirement. The inlets end then: messages not yet begun return to their hubs."""
+    await retired.wait()
     for inlet in inlets:
         await inlet.drain()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ class Entry(LeaseHandle[int]):
 
     def __init__(self, key: str, message: int = 0, attempt: int = 1) -> None:
         self.verdicts: list[str] = []
-        super().__init__(message, key, attempt, lambda refused: self.verdicts.append(refused or "done"))
+        give_back = partial(self.verdicts.append, "given back")
+        super().__init__(message, key, attempt, lambda refused: self.verdicts.append(refused or "done"), give_back)
 
 
 class Arrivals:
@@ -193,3 +195,64 @@ async def test_a_stage_before_a_link_may_refuse_what_it_received() -> None:
     lease = await take_one(EntryInlet(Arrivals(entry), link, 1))
     lease.poison("it cannot be read")
     assert entry.verdicts == ["it cannot be read"]
+
+
+class Stream:
+    """The outlet of a stream, whose hub takes one message at a time."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    async def send(self, message: int, key: str) -> None:
+        await asyncio.sleep(0)
+        self.keys.append(key)
+
+
+async def test_a_chain_that_is_taken_apart_gives_what_waits_to_the_stream_the_oldest_first() -> None:
+    link, stream = make_link(), Stream()
+    entries = [Entry(str(number)) for number in range(5)]
+    hubs = [Entry("7"), Entry("8")]
+    inlet = EntryInlet(Arrivals(*entries), link, 9)
+    leases = [await take_one(inlet) for _ in entries]
+    await link.merge(Arrivals(*hubs))
+    for lease in leases[:4]:
+        await link.send(0, f"{lease.key}/0")
+        lease.done()
+    taken = [await take_one(link) for _ in range(4)]
+    assert [lease.key for lease in taken] == ["7", "8", "0/0", "1/0"]
+    for lease in taken[:3]:
+        lease.done()
+    await link.leave(stream)
+    assert stream.keys == ["2/0", "3/0"], "what the next stage works on is finished there"
+    assert await link.receive() is None
+    await link.send(0, "4/0")
+    leases[4].done()
+    assert stream.keys == ["2/0", "3/0", "4/0"]
+    await link.end()
+    assert await link.receive() is None
+    assert [entry.verdicts for entry in entries] == [["done"], [], ["done"], ["done"], ["done"]]
+    await link.give_up()  # the stage has ended, and still holds a part of a group
+    assert stream.keys[3:] == ["1/0"]
+    assert all(entry.verdicts == ["done"] for entry in entries)
+    assert not link.held(0.0)
+
+
+async def test_what_came_in_by_the_hub_of_the_next_stage_is_not_sent_there_again() -> None:
+    link, stream, own, entry = make_link(), Stream(), Entry("7/0"), Entry("8")
+    link.entered(entry)
+    await link.merge(Arrivals(own))
+    await link.send(0, "8/0")
+    await link.leave(stream)
+    assert stream.keys == ["8/0"]
+    assert own.verdicts == ["given back"], "its hub took its key once, and would drop it"
+    assert await link.receive() is None
+
+
+async def test_a_chain_that_stays_together_gives_nothing_up() -> None:
+    link, entry = make_link(), Entry("1")
+    link.entered(entry)
+    await link.send(0, "1/0")
+    link.released(entry)
+    await take_one(link)
+    await link.give_up()
+    assert not entry.verdicts
