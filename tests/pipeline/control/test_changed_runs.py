@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from pipeline.control.client import NotRunning, ask
 from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import read_fleet
-from pipeline.facts.stats import Changed
+from pipeline.facts.stats import QUEUED, Changed
 from pipeline.facts.trace import Span, read_records
-from pipeline.record.journal import Committed, read_journal
+from pipeline.record.journal import Committed, audit, read_journal
 from pipeline.record.metrics import read_metrics
 from pipeline.supervise.servers import Servers
 from stages.topic_values import LEAVE, addresses, carrying
@@ -244,6 +245,45 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
     messages = next(line for line in ended.out.splitlines() if line.startswith("autoscale: "))
     assert "reward 1 -> 2" in messages
     assert ended.summary["advice"]
+
+
+def graded(run_dir: Path, replica: str, since_s: float) -> int:
+    """Slices that a replica has begun to grade later."""
+    spans = [record for record in read_records(run_dir / "trace") if isinstance(record, Span)]
+    return sum(span.replica == replica and span.name == "RewardStage" and span.start_s > since_s for span in spans)
+
+
+def test_what_waits_in_a_chain_for_the_slow_stage_is_shared_by_its_new_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at: list[float] = []
+    queued: list[float] = []
+
+    async def script(run: Scripted) -> None:
+        async def apart(chain: str) -> None:
+            """Give reward a second replica where many groups wait for the first."""
+            await run.until(lambda: run.generating() == [chain])
+            await run.until(lambda: run.controller.recorder.view.extra("reward", QUEUED) >= 9)
+            queued.append(run.controller.recorder.view.extra("reward", QUEUED))
+            at.append(time.time())
+            run.runner.scale("reward", 2)
+            await run.until(lambda: chain not in run.runner.alive())
+
+        await run.until((run.run_dir / "ledger.jsonl").exists)
+        await apart("generate-0")
+        run.runner.scale("reward", 1)  # the new chain takes over what waits at the hub of reward
+        await apart("generate-2")
+        await run.steps(1)
+
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000", "--async-buffer-size", "5"]
+    flags += ["--n-samples-per-prompt", "2", "--rm-type", "sleep:0.3", "--max-staleness", "9"]
+    place = tmp_path / "run"
+    run = scripted(monkeypatch, place, script, lambda place: run_here(place, *flags).code)
+    for chain, since_s, waiting in zip(("reward-0", "reward-3"), at, queued, strict=True):
+        assert graded(place, chain, since_s) < waiting / 2, "it ends with what it works on"
+    assert run.controller.recorder.restarts == {}
+    assert run.controller.recorder.dead_letters == []
+    assert audit(place / "ledger.jsonl").outcomes.keys() <= {"trained", "stale", "discarded"}
 
 
 # Seconds and tokens of a job that is slow with one engine and one grader. An engine has 8 slots, a batch 8 groups of 4.
