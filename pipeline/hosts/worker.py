@@ -124,6 +124,9 @@ class Place:
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
     """Run a replica, with those that are chained to it, until its inlets end or it is retired. Errors of a stage
     propagate."""
+    if not spec.chained:
+        await _run_member(spec, node, topic, config, Place(spec, None, None))
+        return
     links = [_link(before, after, spec.room) for before, after in pairwise(spec.members)]
     ends = zip([None, *links], [*links, None], strict=True)
     members = [(member, Place(spec, *end)) for member, end in zip(spec.members, ends, strict=True)]
@@ -189,8 +192,10 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
         taken = {key: FaultyInlet(inlet, faults) for key, inlet in taken.items()}
     ports = Ports(spec.replica, taken, outlets, topic, weights)
     report = partial(_stats, stage, spec, place)
-    drain = _drain(place.retired, inlets.values())
-    async with beside(_publish_stats(report, spec.replica, topic), drain), asyncio.TaskGroup() as merging:
+    waits = [_publish_stats(report, spec.replica, topic), _drain(place.retired, inlets.values())]
+    if not place.process.chained:
+        waits.append(_retire([(spec, place)], node, topic))
+    async with beside(*waits), asyncio.TaskGroup() as merging:
         for merge in merged:
             merging.create_task(merge)
         try:
