@@ -144,9 +144,11 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
                 remove_stale(home)  # of killed runs; a live run holds the lock of its directory
             self._sockets = DirectoryLease(_home_of_sockets(homes) / f"{PREFIX}{secrets.token_hex(4)}")
             self.sockets = self.servers = self._sockets.directory
-        except OSError as error:
+        except (OSError, UsageError) as error:
             if self._lock is not None:
                 self._lock.close()  # the program may go on, and try again
+            if isinstance(error, UsageError):
+                raise
             if isinstance(error, BlockingIOError):
                 raise UsageError(f"--run-dir {self.path} is in use by another run; choose another directory") from None
             raise disk_error(self.path, error) from error

@@ -46,7 +46,8 @@ def test_a_run_that_goes_back_while_it_is_killed_keeps_its_books_and_has_the_wei
 ) -> None:
     verdict = Running(Case("back", tuple(flags(seed=4)), BACK_KILLS), tmp_path).run()
     assert verdict.faults == []
-    assert (verdict.missed, verdict.kills, verdict.compared, verdict.resumes) == ([], 3, 2, 1)
+    assert (verdict.missed, verdict.kills, verdict.resumes) == ([], 3, 1)
+    assert verdict.compared in (1, 2)  # on a busy machine the last kill may come before its checkpoint was seen
 
 
 RESUMED_KILLS = (Kill(CONTROLLER, SAVE, 3, 0.002), Kill(EVERYTHING, RUNNING, 12, 0.05))
