@@ -37,7 +37,7 @@ BACK_KILLS = (
     Kill(TRAIN, RUNNING, 3, 1.0),  # while it goes back
     Kill("engine-0", RUNNING, 7, 0.05),
     Kill(ROLLBACK, RUNNING, 8, 0.001),
-    Kill(CONTROLLER, RUNNING, 10, 0.1),
+    Kill(CONTROLLER, RUNNING, 16, 0.1),  # when the second is long over
 )
 
 
@@ -46,8 +46,7 @@ def test_a_run_that_goes_back_while_it_is_killed_keeps_its_books_and_has_the_wei
 ) -> None:
     verdict = Running(Case("back", tuple(flags(seed=4)), BACK_KILLS), tmp_path).run()
     assert verdict.faults == []
-    assert (verdict.missed, verdict.kills, verdict.resumes) == ([], 3, 1)
-    assert verdict.compared in (1, 2)  # on a busy machine the last kill may come before its checkpoint was seen
+    assert (verdict.missed, verdict.kills, verdict.compared, verdict.resumes) == ([], 3, 2, 1)
 
 
 RESUMED_KILLS = (Kill(CONTROLLER, SAVE, 3, 0.002), Kill(EVERYTHING, RUNNING, 12, 0.05))

@@ -81,9 +81,6 @@ class _Inert:
     def __new__(cls, *_args: Any, **_options: Any) -> _Inert:
         return super().__new__(cls)
 
-    def __init__(self, *args: Any, **_options: Any) -> None:
-        self.args = args
-
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update(state)
