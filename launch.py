@@ -38,10 +38,11 @@ COMMANDS: Final = {  # the other ones, and where they are
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     add_working_directory()  # functions of the user are found in the folder where the command was started
+    alone = argv is None  # this process is the program, which may be forked
     argv = sys.argv[1:] if argv is None else argv
     as_json = "--json" in argv
     try:
-        return _main(argv)
+        return _main(argv, alone=alone)
     except ConfigError as error:
         return _refuse(error.faults, 2, as_json=as_json)
     except KeyboardInterrupt:
@@ -60,7 +61,7 @@ def load_config(flags: Sequence[str]) -> Config:
     return _settle(read(flags), notify=False)[0]
 
 
-def _main(argv: Sequence[str]) -> int:
+def _main(argv: Sequence[str], *, alone: bool = False) -> int:
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
     if argv[:1] == ["eval"]:
@@ -104,9 +105,18 @@ def _main(argv: Sequence[str]) -> int:
     from configs.plan.plan import staleness_line
 
     sys.stderr.write(f"{staleness_line(config)}\n")
-    from pipeline.run import run
+    server = None
+    if alone and config.run.runner == "local" and config.run.preload:
+        from pipeline.hosts.fork_server import ForkServer
 
-    return run(config, resumed=resumed)
+        server = ForkServer(config)  # imports on another processor what this run needs, from now on
+    try:
+        from pipeline.run import run
+
+        return run(config, resumed=resumed, forks=server)
+    finally:
+        if server is not None:
+            server.close()
 
 
 def _run_in_child(config: Config, argv: Sequence[str], arguments: Arguments) -> int:

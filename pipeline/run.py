@@ -37,6 +37,7 @@ from pipeline.errors import Interrupted, RunError, UsageError, for_user, leaf
 from pipeline.facts.run_directory import RunDir, disk_error
 from pipeline.facts.run_log import PROGRAM, log_line, loop_watched, named, release, run_log, show_line
 from pipeline.graph import Placement, threads
+from pipeline.hosts.fork_server import ForkServer
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import collect_less, gpus_used, interruptible, raise_file_limit
@@ -63,11 +64,17 @@ Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so ma
 Saved = tuple[Path, Manifest] | None  # the checkpoint of a resume
 
 
-def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed | None = None) -> int:
+def run(
+    config: Config,
+    launchers: Launchers | None = None,
+    *,
+    resumed: Resumed | None = None,
+    forks: ForkServer | None = None,
+) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user.
 
     `launchers`: instead of the launcher that `--runner` names. `resumed`: by the parent of `--auto-resume`, if there is
-    one.
+    one. `forks`: starts the processes of this machine that it can.
     """
     add_working_directory()  # for graders, filters, tools and stages of the user, as in the workers
     raise_file_limit(sum(replicas(config).values()))
@@ -81,7 +88,7 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
                     with named("functions, environments and options are checked; ended by a limit of 120 s for each"):
                         refuse(config)  # now, not after a warm start
                         check_targets(config)
-                    with _connected(config, launchers, resumed) as connected_launchers:
+                    with _connected(config, launchers, resumed, forks) as connected_launchers:
                         return _run(config, rundir, connected_launchers, resumed.times if resumed else 0)
             except Exception as error:
                 if rundir.gone:  # the cause of any other error
@@ -108,12 +115,14 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
 
 
 @contextlib.contextmanager
-def _connected(config: Config, launchers: Launchers | None, resumed: Resumed | None) -> Iterator[Launchers]:
+def _connected(
+    config: Config, launchers: Launchers | None, resumed: Resumed | None, forks: ForkServer | None
+) -> Iterator[Launchers]:
     """The launchers of the run, for the time of the block."""
     if launchers is not None or config.run.runner != "ray":
         keeps = resumed is not None and resumed.connection >= 0
         kept = KeptProcesses(resumed.connection, resumed.directory) if resumed is not None and keeps else None
-        yield launchers or partial(LocalLauncher, kept=kept)
+        yield launchers or partial(LocalLauncher, kept=kept, forks=forks)
         return
     from pipeline.hosts.ray.cluster import connected, nodes
     from pipeline.hosts.ray.launcher import RayLauncher

@@ -27,6 +27,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """continue the run in this directory from its last checkpoint"""
     runner: Literal["local", "inprocess", "ray"] = "local"
     """a process per stage replica, all in one process, or a process each on a Ray cluster"""
+    preload: Annotated[bool, ReadBy("--runner local")] = True
+    """import the libraries of the run's processes once and copy that process for each, so that they start and come back
+    at once; on a machine with a GPU, those that do not compute"""
     try_functions: bool = True
     """call the user's graders, filters, advantages and losses once on a made-up group before anything starts"""
     deadline_s: Positive | None = None

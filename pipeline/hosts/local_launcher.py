@@ -30,36 +30,12 @@ from models.weights.slot_directory import list_left_behind, remove_left_behind, 
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import machine
 from pipeline.hosts.die_with_parent import kill_group, prefix
+from pipeline.hosts.fork_server import Adopted, ForkServer
 from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec, at_most
 
 GROUP_GONE_S = 5.0
 READ_BYTES = 1 << 16
 Line = tuple[str, str, int, str]  # kind, name, number of the process, text
-
-
-class KeptProcess:
-    """A server that the parent of `--auto-resume` started, used as one that this process started."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._ended = asyncio.Event()
-
-    async def wait(self) -> int:
-        await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Raises ProcessLookupError if it has ended."""
-        if self.returncode is not None:
-            raise ProcessLookupError(self.pid)
-        os.kill(self.pid, number)
-
-    def end(self, code: int) -> None:
-        """It has ended."""
-        self.returncode = code
-        self._ended.set()
 
 
 class KeptProcesses:
@@ -75,9 +51,9 @@ class KeptProcesses:
         self._socket = socket.socket(fileno=connection)
         self._socket.set_inheritable(False)
         self._rest = b""
-        self._left: dict[str, tuple[KeptProcess, str]] = {}  # by an earlier start: by name, with their notes
-        self._running: dict[int, KeptProcess] = {}
-        self._starting: dict[str, asyncio.Future[KeptProcess]] = {}
+        self._left: dict[str, tuple[Adopted, str]] = {}  # by an earlier start: by name, with their notes
+        self._running: dict[int, Adopted] = {}
+        self._starting: dict[str, asyncio.Future[Adopted]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending = asyncio.Lock()
         self._ready = False
@@ -89,15 +65,15 @@ class KeptProcesses:
         """The note of a server that an earlier start left under this name; empty if there is none."""
         return self._left[name][1] if name in self._left else ""
 
-    def take(self, name: str) -> KeptProcess:
+    def take(self, name: str) -> Adopted:
         """The server of that name, which is the caller's from now on."""
         self._attach()
         return self._left.pop(name)[0]
 
-    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, note: str) -> KeptProcess:
+    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, note: str) -> Adopted:
         """Have a server started. Waits for the parent, a moment. Raises OSError."""
         self._attach()
-        started: asyncio.Future[KeptProcess] = asyncio.get_running_loop().create_future()
+        started: asyncio.Future[Adopted] = asyncio.get_running_loop().create_future()
         self._starting[name] = started
         files = resource.getrlimit(resource.RLIMIT_NOFILE)
         request = {"name": name, "argv": [*argv], "env": {**env}, "log": str(log), "note": note, "files": files}
@@ -140,12 +116,12 @@ class KeptProcesses:
     def _take_in(self, kind: str, name: str, pid: int, text: str) -> None:
         match kind:
             case "kept":
-                self._running[pid] = KeptProcess(pid)
+                self._running[pid] = Adopted(pid)
                 self._left[name] = self._running[pid], text
             case "ready":
                 self._ready = True
             case "started":
-                self._running[pid] = KeptProcess(pid)
+                self._running[pid] = Adopted(pid)
                 if not (started := self._starting.pop(name)).cancelled():
                     started.set_result(self._running[pid])
             case "failed":
@@ -155,7 +131,7 @@ class KeptProcesses:
                 self._running.pop(pid).end(int(text))
 
 
-Started = asyncio.subprocess.Process | KeptProcess
+Started = asyncio.subprocess.Process | Adopted
 
 
 class LocalHandle(Handle):
@@ -213,10 +189,13 @@ class LocalHandle(Handle):
 
 
 class LocalLauncher(Launcher):
-    """`threads`: for computation, of each process. `kept`: servers that outlive this process."""
+    """`threads`: for computation, of each process. `kept`: servers that outlive this process. `forks`: starts what it
+    can."""
 
-    def __init__(self, rundir: RunDir, threads: int = 1, kept: KeptProcesses | None = None) -> None:
-        self.rundir, self._kept = rundir, kept
+    def __init__(
+        self, rundir: RunDir, threads: int = 1, kept: KeptProcesses | None = None, forks: ForkServer | None = None
+    ) -> None:
+        self.rundir, self._kept, self._forks = rundir, kept, forks
         if kept is not None:
             rundir.servers = kept.directory
         self._environment = {**machine.child_environment(threads), SOCKETS: str(rundir.sockets)}
@@ -273,15 +252,19 @@ class LocalLauncher(Launcher):
             remove_left_behind(torch_files(ended.pid))
         with path.open("ab") as log:
             start = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                *prefix(),
-                *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env=env,
-                start_new_session=True,  # Ctrl-C is for the controller
-            )
+            process: Started | None = None
+            if self._forks is not None and spec.ours and not spec.env and not spec.gpus:
+                process = await self._forks.start(spec.name, spec.argv, env, log)
+            if process is None:
+                process = await asyncio.create_subprocess_exec(
+                    *prefix(),
+                    *spec.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,  # Ctrl-C is for the controller
+                )
         if spec.ours and not spec.sweep:  # a stage, which may pass weights in shared memory
             with contextlib.suppress(OSError):  # the list is for the next start after a kill
                 list_left_behind(self.rundir.sockets, [torch_files(process.pid)])

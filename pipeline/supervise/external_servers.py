@@ -9,10 +9,12 @@ requests, and names a router its engines again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -30,7 +32,10 @@ from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.restarts import Waiting
 from stages.topic_values import RouterAddress
 
+Answer = TypeVar("Answer")
+
 POLL_S: Final = 0.5
+ATTEMPTS: Final = 1  # of a question that got no answer in time
 FLAG: Final = "--rollout-external-engine-addrs"
 ROUTER_FLAG: Final = "--router-address"
 
@@ -156,7 +161,7 @@ class ExternalEngine(ExternalServer):
         if self.spec.frozen:
             return None, await _version(client)
         try:
-            server, model = await client.server_info(), await client.model_info()
+            server, model = await _late_answer(client.server_info), await _late_answer(client.model_info)
         except EngineError as error:
             return f"it does not report its model ({error})", ""
         policy = read_policy_config(Path(self.spec.model_path))
@@ -167,14 +172,18 @@ class ExternalEngine(ExternalServer):
 
 async def _version(client: EngineClient) -> str:
     """The name that a server reports, "" if none: a frozen engine may be of an unknown kind."""
-    for _ in range(20):  # a busy server answers late, which does not say that it has no such page
-        try:
-            return (await client.server_info()).version
-        except EngineTimeout:
-            continue
-        except EngineError:
-            break
-    return ""
+    try:
+        return (await _late_answer(client.server_info)).version
+    except EngineError:
+        return ""
+
+
+async def _late_answer(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Asks again after a timeout: a busy server answers late, which says nothing of its model. Raises EngineError."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(EngineTimeout):
+            return await ask()
+    return await ask()
 
 
 class ExternalRouter(ExternalServer):

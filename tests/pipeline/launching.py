@@ -25,6 +25,7 @@ import pytest
 import launch as program
 from models.engines.access_token import TokenFile, read_token
 from pipeline.record.journal import Audit, Stepped, audit, read_journal
+from tests.copied_program import CopiedProgram
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -137,10 +138,10 @@ def environment(**extra: str) -> dict[str, str]:
 
 def start(run_dir: Path | None, *flags: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
     where = [] if run_dir is None else ["--run-dir", str(run_dir)]
-    command = [sys.executable, str(ROOT / "launch.py"), *where, *flags]
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env)
-    )
+    if "PYTHONPATH" not in env:
+        return CopiedProgram([*where, *flags], cwd=cwd, env=environment(**env))
+    command, pipe = [sys.executable, str(ROOT / "launch.py"), *where, *flags], subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True, env=environment(**env))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from fake_servers import Told, configured, eventually, outside
 from msgspec.structs import replace
 
@@ -40,6 +42,7 @@ from pipeline.supervise.servers import Servers
 from stages.base import GenerateOptions, TrainOptions
 from stages.chat.tokenizer import load_tokenizer
 from stages.topic_values import Complaint, EngineEntry, RouterAddress, addresses
+from tests.other_programs import served_app
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
 
 
@@ -104,6 +107,26 @@ async def test_an_external_engine_that_takes_no_weights_counts_as_away_and_is_tr
         assert (await reported.until("up", 2))[3] == "1"
         assert process.returncode is None, "it is not ours to end"
     assert any("answers again" in line for line in reported.lines)
+
+
+async def test_an_external_engine_that_answers_late_is_asked_again(policy: Path) -> None:
+    """A busy server that says too late what it serves does not serve another model for that."""
+    asked = Counter[str]()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked[request.path] += 1
+        if request.path == "/server_info" and asked[request.path] <= 3:
+            await asyncio.sleep(60)
+        return web.json_response({"architectures": ["Tiny"], "vocab_size": 32, "version": "9.9"})
+
+    app = web.Application()
+    app.router.add_get("/{page}", answer)
+    async with served_app(app, shutdown_timeout=0.1, handler_cancellation=True) as url:
+        reported = Told()
+        engine = external(reported, int(url.rpartition(":")[2]), policy, rollout_health_check_timeout=0.3)
+        async with watched(engine.run):
+            assert await reported.until("up") == ("up", "engine-0", url, "0", "9.9")
+    assert asked["/server_info"] >= 4
 
 
 async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy: Path, port: int) -> None:

@@ -114,7 +114,8 @@ def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, conversations:
     """Episodes of an environment go on where they were. Agents, which ask through the gateway (branches, requests at a
     time, a compacted context), begin anew, and nothing of what was lost is trained."""
     run_dir, env = tmp_path / "run", noting(tmp_path / "noted")
-    process = start(run_dir, *conversations, "--num-rollout", "7", "--scale", "engine=2", "--max-restarts", "9", **env)
+    flags = ["--num-rollout", "7", "--scale", "engine=2", "--max-restarts", "9", "--no-preload"]
+    process = start(run_dir, *conversations, *flags, **env)
     wait_for_steps(process, run_dir, 1, timeout_s=300)
     kill(run_dir, "generate-0")
     kill(run_dir, "engine-0")

@@ -94,6 +94,16 @@ SPEED = {
 }
 
 
+# Steps take a second, so that each stage has reported its shares before the last one.
+SLOW = """
+import random, time
+
+def coin(response, label, metadata):
+    time.sleep(0.06)
+    return float(random.random() < 0.5)
+"""
+
+
 @pytest.mark.slow
 def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,6 +111,8 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2", "--use-tensorboard", "--use-plot"]
     flags += ["--save-interval", "2", "--save-hf", str(tmp_path / "out" / "{step}"), "--peak-tflops", "0.5"]
+    (tmp_path / "slow.py").write_text(SLOW)
+    flags += ["--custom-rm-path", f"{tmp_path}/slow.py:coin", "--rm-type", "auto"]
     done = succeed(run_dir, *SMALL, *flags)
     summary = done.summary
     assert summary["mode"] == "async"
@@ -311,7 +323,8 @@ def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(POISON)
     notes = tmp_path / "notes"
     env = {"PYTHONPATH": str(tmp_path), "POISON_NOTES": str(notes)}
-    succeed(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "2", "--save-interval", "2", **env)
+    flags = [*SMALL, *made_model(), "--no-preload", "--num-rollout", "2", "--save-interval", "2"]
+    succeed(tmp_path / "run", *flags, **env)
     resume = ["--resume", str(tmp_path / "run"), "--runner", "local", "--num-rollout", "6"]
     finish(start(None, *resume, **env), tmp_path / "run").check()
     messages = notes.read_text()

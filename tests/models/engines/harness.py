@@ -126,12 +126,12 @@ async def streamed(partial: PartialOutputs, tokens: int) -> None:
     await until(there)
 
 
-async def generating(client: EngineClient, tokens: int = 1) -> None:
-    """Wait until the engine's running requests hold at least so many tokens."""
+async def generating(client: EngineClient, tokens: int = 1, requests: int = 1) -> None:
+    """Wait until so many requests run in the engine, and hold at least so many tokens."""
 
     async def busy() -> bool:
         load = (await client.loads())[0]
-        return load.num_running_reqs > 0 and load.num_used_tokens >= tokens
+        return load.num_running_reqs >= requests and load.num_used_tokens >= tokens
 
     await until(busy)
 

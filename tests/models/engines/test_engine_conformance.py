@@ -215,7 +215,7 @@ async def test_update_under_pause_loses_no_request(target: Target, mode: str) ->
     client = target.client
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(client.generate(ask([1, 2, index], max_new_tokens=600))) for index in range(3, 6)]
-        await generating(client, tokens=60)
+        await generating(client, tokens=60, requests=3)
         await client.pause(mode)  # type: ignore[arg-type]
         assert not await client.ready()
         assert await client.health()

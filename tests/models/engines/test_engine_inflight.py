@@ -160,7 +160,7 @@ async def test_tokens_and_versions_can_be_recomputed(request: pytest.FixtureRequ
     async with opened("simulated", request) as target, asyncio.TaskGroup() as group:
         client = target.client
         task = group.create_task(client.generate(ask([3, 1, 4], n=2, max_new_tokens=300, sampling_seed=42)))
-        await generating(client, tokens=60)
+        await generating(client, tokens=60, requests=2)
         await client.pause("retract")
         await client.update_weights_from_disk("/nowhere", "w2")
         await client.resume()
