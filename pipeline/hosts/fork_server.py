@@ -298,6 +298,8 @@ def _become(connection: socket.socket, request: Request, files: Sequence[int]) -
         del sys.path[0]  # the place of the program
     sys.path[:] = [str(ROOT), *(place for place in sys.path if place != str(ROOT))]
     _show_as(request.name, request.argv)
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()  # else all copies would draw the same; Python's own does so by itself
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ FACTS = """
             "threads": threading.active_count(), "gc": [gc.isenabled(), gc.get_threshold()],
         }
         print(json.dumps(facts), flush=True)
+        import numpy, random
+        print("drawn", random.random(), numpy.random.random(), flush=True)
         print("shown", open("/proc/self/comm").read().strip(), open("/proc/self/cmdline").read(), flush=True)
         if argv[0] == "raise":
             raise ValueError("this program is broken")
@@ -49,6 +52,7 @@ FACTS = """
 DRIVER = """
     import asyncio, json, os, resource, signal, sys, time
     from pathlib import Path
+    import numpy.random
     from configs.load import load
     from pipeline.facts.run_directory import RunDir
     from pipeline.hosts.fork_server import ForkServer
@@ -121,6 +125,8 @@ def test_a_copy_is_as_a_process_that_was_started(tmp_path: Path, way: str) -> No
         shown = (logs / f"copied-{word}.log").read_text().partition("shown ")[2]
         assert shown.startswith(f"copied-{word} {sys.executable}\0-P\0-m\0facts\0{word}")
         assert not alive(found[f"copied {word}"][1])
+    drawn = [re.findall(r"drawn (\S+) (\S+)", (logs / f"copied-{word}.log").read_text()) for word in ("0", "3")]
+    assert not {*drawn[0][0]} & {*drawn[1][0]}, "each draws numbers of its own"
     assert "ValueError: this program is broken" in (logs / "copied-raise.log").read_text()
     assert facts_of(logs / "env.log")["env"]["LIBRARY_READS"] == "this"
     assert "shown env" not in (logs / "env.log").read_text(), "another environment is read at a start"
