@@ -35,7 +35,7 @@ from stages.topic_values import RouterAddress
 Answer = TypeVar("Answer")
 
 POLL_S: Final = 0.5
-ATTEMPTS: Final = 1  # of a question that got no answer in time
+ATTEMPTS: Final = 20  # of a question that got no answer in time
 FLAG: Final = "--rollout-external-engine-addrs"
 ROUTER_FLAG: Final = "--router-address"
 

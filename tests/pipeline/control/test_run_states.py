@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from pipeline import errors
 from pipeline.control.endpoint import CONTROL_FILE, ControlAddress
 from pipeline.facts.run_directory import RunDir
 from pipeline.supervise.auto_resume import MENDABLE
+from tests.copied_program import CopiedProgram
 from tests.pipeline.observe.test_health import saved
 
 Ask = Callable[..., tuple[int, Any]]
@@ -174,16 +174,16 @@ def test_a_run_that_trains_nothing_has_a_code_of_its_own(tmp_path: Path, ask: As
 
 
 class Client:
-    """Starts `launch.py` and reads JSON. Nothing of this project is imported by it."""
+    """Starts `launch.py` and reads JSON."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = str(run_dir)
 
     def ask(self, *argv: str) -> tuple[int, Any]:
-        command = [sys.executable, str(ROOT / "launch.py"), *argv, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=False)
-        assert not set("\r\x1b") & set(done.stdout + done.stderr)
-        return done.returncode, json.loads(done.stdout)
+        with CopiedProgram([*argv, "--json"], cwd=ROOT, env=environment()) as process:
+            out, err = process.communicate(timeout=120)
+        assert not set("\r\x1b") & set(out + err)
+        return process.returncode, json.loads(out)
 
     def until(self, *states: str, step: int = 0, limit_s: float = 120) -> Any:
         """By what the command prints in this process: each look of a process of its own takes a second of a core."""
@@ -200,8 +200,7 @@ class Client:
 
     @contextlib.contextmanager
     def run(self, *flags: str) -> Iterator[subprocess.Popen[str]]:
-        command = [sys.executable, str(ROOT / "launch.py"), *flags]
-        process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment(), cwd=ROOT)
+        process = CopiedProgram(flags, cwd=ROOT, env=environment())
         try:
             yield process
         finally:
