@@ -170,12 +170,13 @@ class ForkServer:
         self._starting[number] = started
         adopt(True)
         try:
-            with open(os.devnull, "rb") as nothing:
-                files = [nothing.fileno(), log.fileno(), log.fileno()]
-                socket.send_fds(self._socket, [msgspec.json.encode(request)], files)
+            try:
+                with open(os.devnull, "rb") as nothing:
+                    files = [nothing.fileno(), log.fileno(), log.fileno()]
+                    socket.send_fds(self._socket, [msgspec.json.encode(request)], files)
+            except OSError:  # the server has ended, or is behind, or the environment is too large for a message
+                return None
             return await started
-        except (BrokenPipeError, ConnectionError, BlockingIOError):
-            return None
         finally:
             del self._starting[number]
             adopt(bool(self._starting))
@@ -258,40 +259,73 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
 
 
 def _copied(connection: socket.socket, request: Request) -> bool:
-    """Whether this is the copy. It becomes a child of the process that asked: its parent here ends at once."""
+    """Whether this is the copy. It becomes a child of the process that asked, since its own parent ends at once."""
+    ours, theirs = socket.socketpair()
+    error = "it could not be copied, for lack of memory or processes"
     try:
         between = os.fork()
-    except OSError as error:
-        connection.send(msgspec.json.encode(Reply(request.number, error=str(error))))
-        return False
-    if between:
+    except OSError as fault:
+        between, error = -1, str(fault)
+    if between == 0:
+        ours.close()
+        _part_from(theirs, request.parent)
+        return True
+    theirs.close()
+    if between > 0:
         os.waitpid(between, 0)
-        return False
+    with ours, contextlib.suppress(ConnectionError):  # it was killed at once, which the process that asked will see
+        pid = ours.recv(20)
+        reply = Reply(request.number, int(pid)) if pid else Reply(request.number, error=error)
+        connection.send(msgspec.json.encode(reply))
+        if pid:
+            ours.send(b"go")
+    return False
+
+
+def _part_from(server: socket.socket, parent: int) -> None:
+    """Returns in the copy, once it leads a session, has its new parent, and that knows its number: a copy that nobody
+    knows of ends. The process between, which is its first parent, ends at once."""
     between = os.getpid()
     try:
         if os.fork():
             os._exit(0)
-    except OSError as error:
-        connection.send(msgspec.json.encode(Reply(request.number, error=str(error))))
+    except OSError:
         os._exit(1)
     while os.getppid() == between:
         time.sleep(0.0005)
-    return True
+    os.setsid()
+    die_with(parent)
+    with server, contextlib.suppress(ConnectionError):
+        server.send(str(os.getpid()).encode())
+        if server.recv(2):
+            return
+    os._exit(1)
 
 
 def _become(connection: socket.socket, request: Request, files: Sequence[int]) -> NoReturn:
     """Run the program of a request in this copy, to its end."""
-    os.setsid()
-    die_with(request.parent)
-    resource.setrlimit(resource.RLIMIT_NOFILE, request.files)
+    connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
     for number, file in enumerate(files):
         os.dup2(file, number)
-    connection.send(msgspec.json.encode(Reply(request.number, os.getpid())))
-    connection.close()
-    for file in files:
         os.close(file)
-    os.chdir(request.directory)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, request.files)
+        os.chdir(request.directory)
+        _settle(request)
+        program = import_module(request.argv[0])
+        sys.argv = [str(program.__file__), *request.argv[1:]]
+        code = program.main(request.argv[1:])
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def _settle(request: Request) -> None:
+    """What a start by the command line would have set from the environment."""
     os.environ.clear()
     os.environ.update(request.env)
     if not sys.flags.safe_path:
@@ -303,16 +337,6 @@ def _become(connection: socket.socket, request: Request, files: Sequence[int]) -
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gc.enable()
-    try:
-        program = import_module(request.argv[0])
-        sys.argv = [str(program.__file__), *request.argv[1:]]
-        code = program.main(request.argv[1:])
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.exit(code)
 
 
 def _show_as(name: str, argv: Sequence[str]) -> None:

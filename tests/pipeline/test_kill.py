@@ -72,6 +72,27 @@ def pids(run_dir: Path, *names: str) -> list[int]:
     return [int((run_dir / "replicas" / f"{name}.pid").read_text()) for name in names]
 
 
+@pytest.mark.slow
+def test_without_the_process_that_others_are_copied_from_they_are_started_by_their_command_lines(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--num-rollout", "2000")
+    wait_for_steps(process, run_dir, 2)
+    place = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    started = {int(path.read_text()) for path in (run_dir / "replicas").glob("*.pid")}
+    [server] = {int(number) for number in place.read_text().split()} - started
+    [copy] = pids(run_dir, "generate-0")
+    assert Path(f"/proc/{copy}/comm").read_text() == "generate-0\n"
+    os.kill(server, signal.SIGKILL)
+    kill_and_await(process, run_dir, "generate-0")
+    [restarted] = pids(run_dir, "generate-0")
+    assert Path(f"/proc/{restarted}/comm").read_text() != "generate-0\n"
+    wait_for_steps(process, run_dir, steps_done(run_dir) + 3)
+    process.send_signal(signal.SIGINT)
+    finish(process, run_dir).check(130)
+
+
 def kill_and_await(process: subprocess.Popen[str], run_dir: Path, name: str) -> None:
     """Kill a process of a run and wait for its successor."""
     file = run_dir / "replicas" / f"{name}.pid"
