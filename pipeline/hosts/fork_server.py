@@ -82,14 +82,8 @@ class Adopted:
 
 
 class Request(Struct, frozen=True):
-    """A process that is wanted.
-
-    Args:
-        number: of the request.
-        argv: the name of its module, then its arguments.
-        files: its limits of open files.
-        parent: number of the process that asks.
-    """
+    """A process that is wanted. `argv`: the name of its module, then its arguments. `files`: its limits of open files.
+    `parent`: number of the process that asks."""
 
     number: int
     name: str

@@ -41,10 +41,12 @@ class JournalDamaged(UsageError):
 
 
 class Began(Struct, frozen=True, tag="begin"):
-    """One start of the run. `before_s`: unix time of the last sign of the start before it, 0 if there was none."""
+    """One start of the run. `before_s`: unix time of the last sign of the start before it, 0 if there was none.
+    `bound`: of staleness at its beginning."""
 
     unix_s: float
     before_s: float = 0.0
+    bound: int | None = None
 
 
 class Admitted(Struct, frozen=True, tag="admit"):

@@ -57,7 +57,7 @@ class Recorder:
         known."""
         self.config, self.rundir, self.identity, self.gpus = config, rundir, identity, gpus
         self.started = time.monotonic()
-        self.began = journal.Began(time.time())
+        self.began = journal.Began(time.time(), bound=config.asynchrony.max_staleness)
         self.effective = journal.EffectiveTime(self.began.unix_s)
         self.training_started: float | None = None  # when the trainer's first weights were out
         self.last_step_s = self.started
@@ -81,7 +81,7 @@ class Recorder:
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
         self.dead_letters: list[str] = []
-        self.staleness_bound = bound  # the largest that applied
+        self.staleness_bound = bound  # the largest that applied, also before a resume
         self.changes: list[Changed] = []  # by the user, also before a resume
         self.delta_ratios: list[float] = []  # per step, where weights travel as differences
         self._topic: TopicServer | None = None
@@ -126,8 +126,14 @@ class Recorder:
         before_s = max((file.stat().st_mtime for file in files), default=0.0)  # last sign of the start before
         self.journal = journal.Journal(ledger)
         if self.resume_step is not None:
-            self.changes = [event for event in journal.read_journal(ledger) if isinstance(event, Changed)]
-            self.began = journal.Began(self.began.unix_s, before_s)
+            for event in journal.read_journal(ledger):
+                if isinstance(event, Changed):
+                    self.changes.append(event)
+                    if event.what.endswith("max_staleness"):
+                        self._count_bound(int(event.value.split()[0]))
+                elif isinstance(event, journal.Began):
+                    self._count_bound(event.bound or 0)
+            self.began = replace(self.began, before_s=before_s)
             self.effective = journal.resumed_time(journal.read_journal(ledger), self.began, self.resume_step)
         self.spans = span_writer(self.config, self.rundir.run_id, self.rundir.path, "prompts-0", "prompts")
         return self
@@ -280,8 +286,11 @@ class Recorder:
 
     def bound(self, max_staleness: int) -> None:
         """The bound of staleness was changed."""
-        self.staleness_bound = max(self.staleness_bound or 0, max_staleness)
+        self._count_bound(max_staleness)
         self.view.run.staleness_bound = max_staleness
+
+    def _count_bound(self, max_staleness: int) -> None:
+        self.staleness_bound = max(self.staleness_bound or 0, max_staleness)
 
     def dead_letter(self, stream: str, key: str, reason: str) -> None:
         self.dead_letters.append(f"{stream} {key}: {reason}")

@@ -25,6 +25,7 @@ from typing import cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from configs.schema import Config
 from models.checkpoint import CheckpointError, commit_directory, draft_path, final_path, read_manifest
@@ -242,8 +243,21 @@ async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
         await resumed.step(StepDone(2, 2, (), {}, 0, rolled_back=True))
         resumed.journal.flush()
         assert list(read_journal(rundir.ledger))[-1] == WentBack(2)
-        assert resumed.began == Began(1900.0, 1127.0)
+        assert resumed.began == Began(1900.0, 1127.0, Config().asynchrony.max_staleness)
         assert (resumed.effective.former_s, resumed.effective.steps) == (27.0, {1: 10.0})
+
+
+def test_a_summary_names_the_largest_bound_of_all_starts(rundir: RunDir) -> None:
+    """Tokens of all starts are in its histogram: with the bound of the last one they might look too old."""
+    for number, (begins, later) in enumerate([(3, 8), (5, 2), (2, 4)]):
+        config = replace(Config(), asynchrony=replace(Config().asynchrony, max_staleness=begins))
+        with Recorder(config, rundir, resume_step=number or None) as recorder:
+            assert recorder.staleness_bound == (8 if number else 3)
+            recorder.journal.begin_with(recorder.began)
+            recorder.changed("auto max_staleness", f"{later} from step 8 on")
+            recorder.bound(later)
+            assert recorder.staleness_bound == 8
+            assert recorder.view.run.staleness_bound == later
 
 
 # What lies where a file of a run belongs: nobody waits for it, and nobody reads it without end.

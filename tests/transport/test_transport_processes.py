@@ -138,14 +138,14 @@ async def test_a_deadly_message_is_buried_and_its_neighbours_live(run_dir: Path)
 async def test_a_lost_hub_is_reported_after_give_up(run_dir: Path) -> None:
     """A worker whose hub has gone for good ends by itself with LinkLost."""
     address = f"ipc://{run_dir}/s"
-    async with asyncio.timeout(120), Node("run", "peer", give_up_s=0.6, close_s=0.3) as peer:
+    async with asyncio.timeout(120), Node("run", "peer", give_up_s=2.0, close_s=0.3) as peer:
         async with Node("run", "hub") as host:
             await host.hub(StreamSpec("s", address), ignore)
             inlet = await peer.inlet(address, "s", bytes)
             outlet = await peer.outlet(address, "s", bytes)
             await outlet.send(b"x", "k")
             await take_one(inlet)
-        with pytest.raises(LinkLost, match=r"inlet of stream 's' at .* heard nothing for give_up_s=0\.6"):
+        with pytest.raises(LinkLost, match=r"inlet of stream 's' at .* heard nothing for give_up_s=2\.0"):
             await inlet.receive()
         with pytest.raises(LinkLost, match="outlet of stream 's'"):
             await outlet.send(b"y", "k2")
