@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -35,14 +36,13 @@ COMMANDS: Final = {  # the other ones, and where they are
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+def main(argv: Sequence[str] | None = None, *, program: bool = False) -> int:
+    """Run the command line; return the exit code. `program`: the process has no other purpose, so it may be forked."""
     add_working_directory()  # functions of the user are found in the folder where the command was started
-    alone = argv is None  # this process is the program, which may be forked
     argv = sys.argv[1:] if argv is None else argv
     as_json = "--json" in argv
     try:
-        return _main(argv, alone=alone)
+        return _main(argv, program=program)
     except ConfigError as error:
         return _refuse(error.faults, 2, as_json=as_json)
     except KeyboardInterrupt:
@@ -61,7 +61,7 @@ def load_config(flags: Sequence[str]) -> Config:
     return _settle(read(flags), notify=False)[0]
 
 
-def _main(argv: Sequence[str], *, alone: bool = False) -> int:
+def _main(argv: Sequence[str], *, program: bool = False) -> int:
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
     if argv[:1] == ["eval"]:
@@ -106,7 +106,8 @@ def _main(argv: Sequence[str], *, alone: bool = False) -> int:
 
     sys.stderr.write(f"{staleness_line(config)}\n")
     server = None
-    if alone and config.run.runner == "local" and config.run.preload:
+    forked = program and threading.active_count() == 1
+    if forked and config.run.runner == "local" and config.run.preload:
         from pipeline.hosts.fork_server import ForkServer
 
         server = ForkServer(config)  # imports on another processor what this run needs, from now on
@@ -183,4 +184,4 @@ def _refuse(faults: Sequence[str], code: int, *, as_json: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(program=True))

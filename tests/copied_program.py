@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[1:] = argv
-    return launch.main()
+    return launch.main(program=True)
 
 
 def looked_at(env: Mapping[str, str]) -> dict[str, str]:

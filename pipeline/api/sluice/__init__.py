@@ -134,4 +134,4 @@ def main() -> int:
     """The command `sluice`: the same as `python launch.py`."""
     from launch import main
 
-    return main()
+    return main(program=True)
