@@ -153,7 +153,7 @@ async def pauses_and_is_set(run: Scripted) -> None:
     assert not (await control(Scale({"train": 2, "generate": 3}))).ok
     assert len(run.runner.replicas("generate")) == 2, "of what is refused nothing is done"
     assert (await control(Pause())).ok
-    # All of a batch are trained. A group too old, of which a busy machine makes some, leaves an incomplete one that waits.
+    # Whole batches are trained; where a group was too old, as on a busy machine, an incomplete one waits.
     await run.until(lambda: stage.ledger.open < run.controller.config.rollout.rollout_batch_size)
     admitted = stage.ledger.admitted
     status = (await control(Status())).status
