@@ -1,4 +1,4 @@
-"""Processes of a run on this machine: spawned, named, logged, ended with everything that they started.
+"""Processes of a run on this machine: copied or started, named, logged, ended with everything that they started.
 
 Invariants:
 - each process leads its own process group, so that its children can be ended with it; its output goes to

@@ -1,7 +1,7 @@
 """What a started process of the run does: a stage replica or a rank of the trainer group.
 
-Started as `python -m pipeline.hosts.worker RUN_ID TOPIC NAME [KEYS]`, never by fork. It finds everything else on the
-topic. `train-rank-N` names a rank; rank 0 also announces there that the group is up. Every other name is a stage
+Started as `python -m pipeline.hosts.worker RUN_ID TOPIC NAME [KEYS]`, or as a copy of a process that has imported what
+it needs (fork_server.py), never as a copy of one that has opened anything. It finds everything else on the topic. `train-rank-N` names a rank; rank 0 also announces there that the group is up. Every other name is a stage
 replica: it connects the ports, sets the stage up, runs it and publishes its figures. Tasks of the controller call
 `run_replica` too.
 
