@@ -1,9 +1,9 @@
 """What a started process of the run does: a stage replica or a rank of the trainer group.
 
 Started as `python -m pipeline.hosts.worker RUN_ID TOPIC NAME [KEYS]`, or as a copy of a process that has imported what
-it needs (fork_server.py), never as a copy of one that has opened anything. It finds everything else on the topic. `train-rank-N` names a rank; rank 0 also announces there that the group is up. Every other name is a stage
-replica: it connects the ports, sets the stage up, runs it and publishes its figures. Tasks of the controller call
-`run_replica` too.
+it needs (fork_server.py) and opened nothing. It finds everything else on the topic. `train-rank-N` names a rank; rank 0
+also announces there that the group is up. Every other name is a stage replica: it connects the ports, sets the stage
+up, runs it and publishes its figures. Tasks of the controller call `run_replica` too.
 
 Exit codes: 0 (done, or nothing is left to do), 1 (failed: may be restarted), 2 (the user's mistake, such as an import
 path: not restarted), 3 (the peer in the trainer group is gone) and 28 (no space left). The last line of the log gives
