@@ -17,7 +17,17 @@ from launching import alive
 
 from configs.load import load
 from pipeline.hosts import fork_server
-from pipeline.hosts.fork_server import ENGINE, ENGINES, STAGE, STAGES, TRAINERS, modules_of, waits_for
+from pipeline.hosts.fork_server import (
+    ENGINE,
+    ENGINES,
+    STAGE,
+    STAGES,
+    STARTED_BY,
+    TRAINERS,
+    ForkServer,
+    modules_of,
+    waits_for,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -135,7 +145,9 @@ def test_a_copy_is_as_a_process_that_was_started(tmp_path: Path, way: str) -> No
     assert found["after "][0] == 0
 
 
-def test_what_computes_is_not_copied_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_computes_is_not_copied_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, simulated = load([]).config, load(["--train-backend", "simulated", "--engine", "simulated"]).config
     assert modules_of(config) == (*STAGES, *ENGINES, *TRAINERS)
     assert modules_of(simulated) == STAGES
@@ -145,3 +157,10 @@ def test_what_computes_is_not_copied_where_there_is_a_gpu(tmp_path: Path, monkey
     ]  # fmt: skip
     monkeypatch.setattr(fork_server, "DRIVERS", (str(tmp_path),))
     assert modules_of(config) == STAGES
+    server = object.__new__(ForkServer)  # one that is asked for nothing
+    server._pid = os.getpid()
+    with (tmp_path / "log").open("wb") as log:
+        for argv in (trainer, engine):
+            assert await server.start("it", (*STARTED_BY, *argv), {}, log) is None
+        with pytest.raises(AttributeError):
+            await server.start("it", (*STARTED_BY, *grader), {}, log)
