@@ -59,7 +59,7 @@ def test_all_processes_log_from_the_level_of_the_run_on(tmp_path: Path, level: s
     assert bool(found["engine-0"]) is (level == "debug")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_rank_of_a_trainer_group_leaves_its_profile(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     window = ["--use-pytorch-profiler", "--profile-step-start", "1", "--profile-step-end", "2"]
