@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -106,11 +105,12 @@ def _main(argv: Sequence[str], *, program: bool = False) -> int:
 
     sys.stderr.write(f"{staleness_line(config)}\n")
     server = None
-    forked = program and threading.active_count() == 1
-    if forked and config.run.runner == "local" and config.run.preload:
+    if program and config.run.runner == "local" and config.run.preload:
         from pipeline.hosts.fork_server import ForkServer
+        from pipeline.hosts.machine import may_fork
 
-        server = ForkServer(config)  # imports on another processor what this run needs, from now on
+        if may_fork():
+            server = ForkServer(config)  # imports on another processor what this run needs, from now on
     try:
         from pipeline.run import run
 

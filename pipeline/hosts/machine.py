@@ -24,6 +24,7 @@ import re
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -302,6 +303,15 @@ def shared_gpu_faults(config: Config) -> Iterator[str]:
             "visible, and takes nearly all of its memory; divide it with --sglang-mem-fraction-static 0.4, take turns "
             "with --mode sync --colocate, or give the run more GPUs (CUDA_VISIBLE_DEVICES)"
         )
+
+
+def may_fork() -> bool:
+    """Whether this process has one thread, and its system tells of the end of processes that others started for it."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # an old kernel, or a sandbox without the call
+        return False
+    return threading.active_count() == 1
 
 
 def child_environment(threads: int) -> dict[str, str]:

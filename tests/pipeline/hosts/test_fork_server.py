@@ -28,6 +28,7 @@ from pipeline.hosts.fork_server import (
     modules_of,
     waits_for,
 )
+from pipeline.hosts.machine import may_fork
 
 ROOT = Path(__file__).parents[3]
 
@@ -164,3 +165,19 @@ async def test_what_computes_is_not_copied_where_there_is_a_gpu(
             assert await server.start("it", (*STARTED_BY, *argv), {}, log) is None
         with pytest.raises(AttributeError):
             await server.start("it", (*STARTED_BY, *grader), {}, log)
+
+
+def test_a_process_is_forked_where_its_copies_can_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+    assert may_fork()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("threading.active_count", lambda: 2)
+        assert not may_fork()
+
+    def refused(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert not may_fork()
+    monkeypatch.delattr(os, "pidfd_open")
+    assert not may_fork()
