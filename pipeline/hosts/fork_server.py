@@ -198,16 +198,14 @@ class ForkServer:
 
     def _adopted(self, pid: int) -> Adopted:
         """A child of this process from now on, which waits for it."""
-        process, handle = Adopted(pid), os.pidfd_open(pid)
-        assert self._loop is not None
+        process, handle, loop = Adopted(pid), os.pidfd_open(pid), asyncio.get_running_loop()
 
         def ended() -> None:
-            assert self._loop is not None
-            self._loop.remove_reader(handle)
+            loop.remove_reader(handle)
             os.close(handle)
             process.end(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
-        self._loop.add_reader(handle, ended)
+        loop.add_reader(handle, ended)
         return process
 
     def close(self) -> None:
@@ -242,7 +240,7 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
             if waits_for(request.argv, modules) <= ready:
                 waiting.remove((request, files))
                 if _copied(connection, request):
-                    _become(connection, request, files)
+                    _become(connection, request, files, [number for _, others in waiting for number in others])
                 for number in files:
                     os.close(number)
         if ready < len(modules):
@@ -296,9 +294,11 @@ def _part_from(server: socket.socket, parent: int) -> None:
     os._exit(1)
 
 
-def _become(connection: socket.socket, request: Request, files: Sequence[int]) -> NoReturn:
-    """Run the program of a request in this copy, to its end."""
+def _become(connection: socket.socket, request: Request, files: Sequence[int], others: Sequence[int]) -> NoReturn:
+    """Run the program of a request in this copy, to its end. `others`: files of requests that wait."""
     connection.close()
+    for file in others:
+        os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
     for number, file in enumerate(files):
         os.dup2(file, number)

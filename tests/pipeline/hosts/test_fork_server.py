@@ -83,7 +83,8 @@ DRIVER = """
                     await asyncio.sleep(0.01)
                 await process.kill()
             return [await process.wait(), process.pid]
-        found = {}
+        both = await asyncio.gather(*(ended(copies, f"both-{number}", "0") for number in (1, 2)))  # asked for at once
+        found = {("both", ""): [code for code, _ in both]}
         for name, launcher in (("copied", copies), ("started", starts)):
             for word in ("0", "3", "raise", "wait"):
                 found[name, word] = await ended(launcher, f"{name}-{word}", word, "--x", "1")
@@ -136,6 +137,9 @@ def test_a_copy_is_as_a_process_that_was_started(tmp_path: Path, way: str) -> No
         shown = (logs / f"copied-{word}.log").read_text().partition("shown ")[2]
         assert shown.startswith(f"copied-{word} {sys.executable}\0-P\0-m\0facts\0{word}")
         assert not alive(found[f"copied {word}"][1])
+    assert found["both "] == [0, 0]
+    for number in (1, 2):
+        assert facts_of(logs / f"both-{number}.log")["open"] == facts_of(logs / "started-0.log")["open"]
     drawn = [re.findall(r"drawn (\S+) (\S+)", (logs / f"copied-{word}.log").read_text()) for word in ("0", "3")]
     assert not {*drawn[0][0]} & {*drawn[1][0]}, "each draws numbers of its own"
     assert "ValueError: this program is broken" in (logs / "copied-raise.log").read_text()
