@@ -10,7 +10,7 @@ const FIELDS = [
   ["reward", "Reward", "search", ">0.5"], ["text", "Text", "search", "in prompt or answer"], ["min_tokens", "Tokens, at least", "number"],
 ];
 const inputs = {};
-const pageState = { offset: 0, key: "", wanted: 0, done: -1, asked: 0 };
+const pageState = { offset: 0, key: "", wanted: 0, begun: -1, done: -1, asked: 0 };
 let [rows, detail, count, split] = [null, null, null, null];
 
 function buildRollouts(root) {
@@ -145,10 +145,15 @@ export const rollouts = {
     if (!key) detail.replaceChildren(el("p", { class: "quiet" }, isReport ? "Choose a rollout; the report holds some of them whole." : "Choose a rollout."));
   },
   async tick() {
-    if (pageState.done === pageState.wanted) return;
     const now = pageState.wanted; // it may be another one after the answer
-    await list();
-    if (pageState.key) await open(pageState.key);
-    pageState.done = now;
+    if (now === pageState.done || now === pageState.begun) return; // drawn twice, the focus would be lost
+    pageState.begun = now;
+    try {
+      await list();
+      if (pageState.key) await open(pageState.key);
+      pageState.done = now;
+    } finally {
+      if (pageState.begun === now) pageState.begun = -1; // after an error: the next tick tries again
+    }
   },
 };

@@ -87,6 +87,11 @@ class Page:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
 
+    async def slow(self, latency_ms: int) -> None:
+        """Every answer comes this much later."""
+        condition = {"offline": False, "latency": latency_ms, "downloadThroughput": -1, "uploadThroughput": -1}
+        await self.send("Network.emulateNetworkConditions", **condition)
+
     async def colours(self, scheme: str) -> None:
         await self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 

@@ -172,11 +172,16 @@ async def test_three_clicks_tell_the_bottleneck_why_groups_were_dropped_and_who_
             rows = "[...document.querySelectorAll('#view-run tr')].map((row) => row.textContent)"
             await page.until(f"{rows}.some((one) => one.startsWith('filteredzero_std_0.0'))")
             await click(page, "#tab-rollouts")
+            await page.until("document.querySelector('.rows tbody a') !== null")
+            await page.slow(1200)  # so that a poll falls between the click and its answer
             await click(page, ".rows tbody a")
             await page.until("document.querySelectorAll('.tokens span').length > 2")
             await page.value("document.querySelector('.tokens span').focus()")
             for _ in range(12):  # through the prompt
                 await page.press("ArrowRight", 39)
+            asked = len(page.requests)
+            await page.until("new Promise((done) => setTimeout(done, 5000, true))")  # two polls more
+            assert any(one.endswith("/api/run") for one in page.requests[asked:])
             fact = await page.value("document.querySelector('.detail .facts-line').textContent")
             assert re.search(r"version \d+, published \d\d:\d\d:\d\d", fact), fact
         process.terminate()
