@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import subprocess
@@ -12,12 +11,13 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
+import execnet.gateway_io
 import pytest
 from hypothesis import HealthCheck, settings
 
-from configs.plan import plan
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from pipeline.hosts.machine import collect_less
+from tests.copies import CopiedWorker
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -30,7 +30,14 @@ settings.register_profile("thorough", UNTIMED, max_examples=400)
 settings.load_profile("untimed")
 
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin are ruinous where there are more processes than cores
+
 gc.disable()  # until all tests are imported: to look for garbage takes a quarter of that time, and there is none
+
+
+def pytest_xdist_setupnodes() -> None:
+    """In the controller: workers do not import what all of them need, nor do the programs that they start."""
+    execnet.gateway_io.Popen2IOMaster = CopiedWorker
 
 
 IMPORTED_FROM: Final[list[str]] = []
@@ -51,14 +58,6 @@ def pytest_runtest_teardown() -> Generator[None]:
     if Path.cwd() != ROOT:
         os.chdir(ROOT)
         pytest.fail("this test has left its process in another directory; use monkeypatch.chdir", pytrace=False)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _plans_simulate_once() -> Iterator[None]:
-    """The goodput that is attainable takes most of a plan's time: plans of one worker that assume the same share it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "attainable", functools.cache(plan.attainable))
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -134,7 +134,7 @@ class Goodput:
         # A few looks at slots that are rarely in use may all find none, so the speed is that of many estimates.
         self._made = KEPT_SHARE * self._made + grown["tokens"]
         self._worked_s = KEPT_SHARE * self._worked_s + grown["working"]
-        lengths = [length_of(place) for place, n in sorted(counts.items()) for _ in range(n)]
+        lengths = tuple(length_of(place) for place, n in sorted(counts.items()) for _ in range(n))
         rollouts = self._rollout.rollout_batch_size * self._rollout.n_samples_per_prompt
         # Seconds that full engines take for a batch, at the speed of a slot as it was.
         generate_s = rollouts * sum(lengths) / len(lengths) / (self._made / self._worked_s) / self._slots

@@ -25,7 +25,7 @@ import pytest
 import launch as program
 from models.engines.access_token import TokenFile, read_token
 from pipeline.record.journal import Audit, Stepped, audit, read_journal
-from tests.copied_program import CopiedProgram
+from tests.copies import CopiedProgram
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -27,10 +27,10 @@ HELD = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2"]
 
 
 def evaluated(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The rows of evaluations by version, without times."""
+    """The rows of evaluations by version, without what tells of the moment at which they were written."""
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/version" in row]
     assert not list(repeated(int(row["eval/version"]) for row in rows))
-    timed = ("eval/time_s", "eval/lag_steps", "step", "wall_s")
+    timed = ("eval/time_s", "eval/lag_steps", "step", "wall_s", "trained_tokens")
     return {int(r["eval/version"]): {k: v for k, v in r.items() if k not in timed} for r in rows}
 
 

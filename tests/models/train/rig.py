@@ -11,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +34,7 @@ from models.train.huggingface.whole_models import TorchModels
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.copies import copied_call
 from tests.models.corrections import corrected
 
 VOCABULARY = 32
@@ -307,19 +309,13 @@ def trainer_groups(
 
     `imports`: what all of them need, imported once, in a process that has trained nothing, from which they are forked.
     """
-    arguments = tuple(map(str, arguments))
-    leader = multiprocessing.get_context("spawn").Process(
-        target=_lead, args=(target, arguments, worlds, str(meetings), deadline_s, imports)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONWARNINGS", "ignore")
-        leader.start()
+    leader = copied_call(_lead, target, tuple(map(str, arguments)), worlds, str(meetings), deadline_s, imports)
     try:
         yield
-        leader.join()
-        assert leader.exitcode == 0, "a process failed, or it waits for the others: they took different decisions"
+        assert leader.wait() == 0, "a process failed, or it waits for the others: they took different decisions"
     finally:
         leader.kill()
+        leader.wait()
 
 
 def _lead(
@@ -330,7 +326,7 @@ def _lead(
     deadline_s: float,
     imports: Sequence[str],
 ) -> None:
-    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     for name in imports:
         importlib.import_module(name)
     fork = multiprocessing.get_context("fork")

@@ -25,7 +25,7 @@ from pipeline import errors
 from pipeline.control.endpoint import CONTROL_FILE, ControlAddress
 from pipeline.facts.run_directory import RunDir
 from pipeline.supervise.auto_resume import MENDABLE
-from tests.copied_program import CopiedProgram
+from tests.copies import CopiedProgram
 from tests.pipeline.observe.test_health import saved
 
 Ask = Callable[..., tuple[int, Any]]

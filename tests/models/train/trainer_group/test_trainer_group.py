@@ -283,8 +283,8 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> Non
             trainer_group.setup()
         ended = ranks.processes
         trainer_group.close()
-        until(lambda: all(one.exitcode is not None for one in ended))
-        assert [one.exitcode for one in ended] == [0] * len(ended)
+        until(lambda: all(one.poll() is not None for one in ended))
+        assert [one.returncode for one in ended] == [0] * len(ended)
 
 
 @pytest.mark.parametrize("announced", [False, True])

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from safetensors.torch import load_file
 
 from configs.schema import Config
@@ -28,6 +25,7 @@ from models.train.trainer_group.calls import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
 from models.weights.layout import WEIGHTS_FILE, read_layout
 from models.weights.slot_directory import DirectoryLease
+from tests.copies import Copy, copied_call
 from tests.models.train import rig
 from tests.models.train.rig import Tensors, make_sequences
 
@@ -102,8 +100,6 @@ def rank_main(home: str, path: str) -> None:
     """Entry point of a rank's process."""
     from models.train.trainer_group.rank import run_rank
 
-    os.setsid()
-    torch.set_num_threads(1)
     with Path(path).with_suffix(".log").open("w") as log:  # what a rank prints is shown if its test fails
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -144,13 +140,9 @@ class Ranks:
         self.touched = home / "touched"
         self.touched.mkdir()
         (home / "config.json").write_bytes(msgspec.json.encode(config))
-        self._context = multiprocessing.get_context("forkserver")  # imports once
-        self._context.set_forkserver_preload(
-            ["models.train.trainer_group.rank", "transformers.models.qwen3.modeling_qwen3"]
-        )
         self._stopped = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
-        self.processes: list[BaseProcess] = []
+        self.processes: list[Copy] = []
 
     def __enter__(self) -> Ranks:
         self._keeper.start()
@@ -168,17 +160,18 @@ class Ranks:
             self.incarnation += 1
             port = free_port()
             self.processes = [self._start(rank, port) for rank in range(RANKS)]
-            while not self._stopped.is_set() and not wait([one.sentinel for one in self.processes], 0.05):
+            while not self._stopped.wait(0.02) and all(one.poll() is None for one in self.processes):
                 pass
             for one in self.processes:
-                one.join(30 if one.exitcode is None and self._ended_well() else 0)  # ranks end one after another
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    one.wait(30 if self._ended_well() else 0)  # ranks end one after another
                 one.kill()
-                one.join()
+                one.wait()
 
     def _ended_well(self) -> bool:
-        return all(one.exitcode in (None, 0) for one in self.processes) and not self._stopped.is_set()
+        return all(one.poll() in (None, 0) for one in self.processes) and not self._stopped.is_set()
 
-    def _start(self, rank: int, port: int) -> BaseProcess:
+    def _start(self, rank: int, port: int) -> Copy:
         spec = RankSpec(
             rank=rank,
             processes=RANKS,
@@ -189,18 +182,14 @@ class Ranks:
         )
         path = self.home / f"rank-{self.incarnation}-{rank}.json"
         path.write_bytes(msgspec.json.encode(spec))
-        process = self._context.Process(target=rank_main, args=(str(self.home), str(path)))
-        process.start()
-        return process
+        return copied_call(rank_main, str(self.home), str(path))
 
     def backend(self) -> TrainerGroupBackend:
         """On the incarnation that is running."""
         return TrainerGroupBackend(self.meeting, self.incarnation)
 
     def signal(self, rank: int, number: int) -> None:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
+        self.processes[rank].send_signal(number)
 
     @contextlib.contextmanager
     def killed_within(self, rank: int) -> Iterator[None]:

@@ -1,0 +1,166 @@
+"""Processes of the tests that start within milliseconds, as copies of one that has imported everything.
+
+The controller of pytest-xdist starts a server once. Its workers are copies of that server, and each of them begins
+with a server of its own, for the programs and the ranks of its tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
+from types import ModuleType
+from typing import Any, Final
+
+import msgspec
+from execnet.gateway_base import Popen2IO
+from execnet.gateway_io import Popen2IOMaster
+
+from pipeline.hosts.die_with_parent import die_with
+from pipeline.hosts.fork_server import ENGINES, STAGES, TRAINERS, Reply, Request, adopt, serve
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+MODULES: Final = (
+    *STAGES, *ENGINES, *TRAINERS, "launch", "pipeline.run", "matplotlib.pyplot", "tests.copies", "requests",
+    "pyarrow.parquet", "tensorboard.backend.event_processing.event_accumulator", "pydantic", "jsonschema",
+)  # fmt: skip
+LOOKED_AT: Final = ("PYTHON", "OMP_", "MKL_", "LD_", "CUDA", "HF_", "TRANSFORMERS_", "TORCH", "NCCL", "GLOO", "SLUICE_")
+
+STARTING: Final = threading.Lock()
+
+
+def looked_at(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Variables that are read when something is imported."""
+    return tuple(sorted((key, value) for key, value in env.items() if key.startswith(LOOKED_AT)))
+
+
+class Server:
+    """One that imports, and is copied."""
+
+    def __init__(self, env: Mapping[str, str] | None) -> None:
+        """With `env`: a process that is started in it. Without: a copy of this one, which has one thread."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._numbers = itertools.count()
+        if env is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                env={**env, "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        else:
+            parent = os.getpid()
+            if os.fork() == 0:
+                die_with(parent)
+                self._socket.close()
+                nothing = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nothing, 0)
+                os.dup2(nothing, 1)
+                serve(theirs, MODULES)
+        theirs.close()
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], directory: str, files: Sequence[int]) -> int:
+        limits, words = getrlimit(RLIMIT_NOFILE), [__name__, *argv]
+        request = Request(next(self._numbers), argv[0], words, {**env}, directory, limits, os.getpid())
+        with STARTING:
+            adopt(True)
+            try:
+                socket.send_fds(self._socket, [msgspec.json.encode(request)], [*files])
+                reply = msgspec.json.decode(self._socket.recv(1 << 16), type=Reply)
+            finally:
+                adopt(False)
+        assert reply.pid, reply.error
+        return reply.pid
+
+
+@functools.cache
+def _server(env: tuple[tuple[str, str], ...], owner: int) -> Server:
+    """One for each process of the tests, and each set of variables."""
+    return Server({**os.environ, **dict(env)})
+
+
+class _Own:
+    """The server with which a worker begins, and its variables."""
+
+    server: Server | None = None
+    env: tuple[tuple[str, str], ...] = ()
+
+
+class Copy(subprocess.Popen[Any]):
+    """`subprocess.Popen` of what `main` runs with these words."""
+
+    def _execute_child(self, args: Sequence[str], *given: Any) -> None:
+        """As that of the class, whose arguments these are."""
+        cwd, env, pipes = given[4] or os.getcwd(), given[5] or os.environ, given[9:15]
+        files = [pipes[0] if pipes[0] >= 0 else 0, pipes[3] if pipes[3] >= 0 else 1, pipes[5] if pipes[5] >= 0 else 2]
+        if _Own.server is not None and looked_at(env) == _Own.env:
+            server = _Own.server
+        else:
+            server = _server(looked_at(env), os.getpid())
+        self.pid = server.start(args, env, str(cwd), files)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+class CopiedProgram(Copy):
+    """`subprocess.Popen` of `launch.py` with these arguments."""
+
+    def __init__(self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
+        pipe = subprocess.PIPE
+        super().__init__(
+            ["launch", *argv], cwd=cwd, env={**env}, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        )
+
+
+def copied_call(target: Callable[..., None], *args: Any) -> Copy:
+    """A process that calls a function of a module. The arguments are pickled."""
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        pickle.dump(sys.path, file)
+        pickle.dump((target, args), file)
+    return Copy(["call", file.name], stdin=subprocess.DEVNULL)
+
+
+class CopiedWorker(Popen2IOMaster):
+    """How the controller of pytest-xdist starts and reaches a worker, which is a copy."""
+
+    def __init__(self, args: Sequence[str], execmodel: Any) -> None:
+        pipe = subprocess.PIPE
+        self.popen = Copy(["worker", args[-1]], stdin=pipe, stdout=pipe)
+        Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+
+
+def main(argv: Sequence[str]) -> int:
+    """In a copy: as `python launch.py ARGUMENT...`, as `python -c PROGRAM` for a worker, or a call."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kind, *rest = argv
+    if kind == "launch":
+        import launch
+
+        sys.argv[1:] = rest
+        return launch.main(program=True)
+    if kind == "worker":
+        _Own.server, _Own.env = Server(None), looked_at(os.environ)
+        sys.argv, sys.path[:0] = ["-c"], [""]
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(rest[0], vars(sys.modules["__main__"]))
+        return 0
+    with open(rest[0], "rb") as file:
+        sys.path[:] = pickle.load(file)
+        target, args = pickle.load(file)
+    os.unlink(rest[0])
+    target(*args)
+    return 0
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), MODULES)
