@@ -65,7 +65,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
 def noting(directory: Path) -> dict[str, str]:
     """The environment of a run whose engines note what they make."""
     directory.mkdir(parents=True, exist_ok=True)
-    return {DIRECTORY: str(directory), "PYTHONPATH": str(Path(__file__).parent / "recorded_engines")}
+    places = [Path(__file__).parent / "recorded_engines", Path(__file__).parents[1]]
+    return {DIRECTORY: str(directory), "PYTHONPATH": os.pathsep.join(map(str, places))}
 
 
 def note() -> None:

@@ -114,7 +114,7 @@ def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, conversations:
     """Episodes of an environment go on where they were. Agents, which ask through the gateway (branches, requests at a
     time, a compacted context), begin anew, and nothing of what was lost is trained."""
     run_dir, env = tmp_path / "run", noting(tmp_path / "noted")
-    flags = ["--num-rollout", "7", "--scale", "engine=2", "--max-restarts", "9", "--no-preload"]
+    flags = ["--num-rollout", "7", "--scale", "engine=2", "--max-restarts", "9"]
     process = start(run_dir, *conversations, *flags, **env)
     wait_for_steps(process, run_dir, 1, timeout_s=300)
     kill(run_dir, "generate-0")

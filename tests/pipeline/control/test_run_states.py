@@ -195,7 +195,7 @@ class Client:
             assert found.keys() == KEYS
             if found["state"] in states and found["step"] >= step:
                 return found
-            time.sleep(0.1)
+            time.sleep(0.4)
         raise AssertionError(f"no {states} within {limit_s:g} s: {found}")
 
     @contextlib.contextmanager
