@@ -6,7 +6,6 @@ with a server of its own, for the programs and the ranks of its tests.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import pickle
@@ -37,18 +36,19 @@ MODULES: Final = (
 LOOKED_AT: Final = ("PYTHON", "OMP_", "MKL_", "LD_", "CUDA", "HF_", "TRANSFORMERS_", "TORCH", "NCCL", "GLOO", "SLUICE_")
 
 STARTING: Final = threading.Lock()
+Env = tuple[tuple[str, str], ...]
 
 
-def looked_at(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def looked_at(env: Mapping[str, str]) -> Env:
     """Variables that are read when something is imported."""
     return tuple(sorted((key, value) for key, value in env.items() if key.startswith(LOOKED_AT)))
 
 
 class Server:
-    """One that imports, and is copied."""
+    """A process that has imported what tests need, and is copied."""
 
     def __init__(self, env: Mapping[str, str] | None) -> None:
-        """With `env`: a process that is started in it. Without: a copy of this one, which has one thread."""
+        """With `env`: a process that is started in it. Without: a copy of this process, which has one thread."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._numbers = itertools.count()
         if env is not None:
@@ -73,7 +73,7 @@ class Server:
         limits, words = getrlimit(RLIMIT_NOFILE), [__name__, *argv]
         request = Request(next(self._numbers), argv[0], words, {**env}, directory, limits, os.getpid())
         with STARTING:
-            adopt(True)
+            adopt(True)  # the copy, whose first parent ends at once
             try:
                 socket.send_fds(self._socket, [msgspec.json.encode(request)], [*files])
                 reply = msgspec.json.decode(self._socket.recv(1 << 16), type=Reply)
@@ -83,17 +83,15 @@ class Server:
         return reply.pid
 
 
-@functools.cache
-def _server(env: tuple[tuple[str, str], ...], owner: int) -> Server:
+SERVERS: Final[dict[tuple[int, Env], Server]] = {}
+
+
+def _server(env: Env) -> Server:
     """One for each process of the tests, and each set of variables."""
-    return Server({**os.environ, **dict(env)})
-
-
-class _Own:
-    """The server with which a worker begins, and its variables."""
-
-    server: Server | None = None
-    env: tuple[tuple[str, str], ...] = ()
+    key = (os.getpid(), env)
+    if key not in SERVERS:
+        SERVERS[key] = Server({**os.environ, **dict(env)})
+    return SERVERS[key]
 
 
 class Copy(subprocess.Popen[Any]):
@@ -103,11 +101,7 @@ class Copy(subprocess.Popen[Any]):
         """As that of the class, whose arguments these are."""
         cwd, env, pipes = given[4] or os.getcwd(), given[5] or os.environ, given[9:15]
         files = [pipes[0] if pipes[0] >= 0 else 0, pipes[3] if pipes[3] >= 0 else 1, pipes[5] if pipes[5] >= 0 else 2]
-        if _Own.server is not None and looked_at(env) == _Own.env:
-            server = _Own.server
-        else:
-            server = _server(looked_at(env), os.getpid())
-        self.pid = server.start(args, env, str(cwd), files)
+        self.pid = _server(looked_at(env)).start(args, env, str(cwd), files)
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -149,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         sys.argv[1:] = rest
         return launch.main(program=True)
     if kind == "worker":
-        _Own.server, _Own.env = Server(None), looked_at(os.environ)
+        SERVERS[os.getpid(), looked_at(os.environ)] = Server(None)
         sys.argv, sys.path[:0] = ["-c"], [""]
         sys.modules["__main__"] = ModuleType("__main__")
         exec(rest[0], vars(sys.modules["__main__"]))
