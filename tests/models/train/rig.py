@@ -326,6 +326,7 @@ def _lead(
     deadline_s: float,
     imports: Sequence[str],
 ) -> None:
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in imports:
         importlib.import_module(name)

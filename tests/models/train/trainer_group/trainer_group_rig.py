@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
 from configs.schema import Config
@@ -100,6 +101,7 @@ def rank_main(home: str, path: str) -> None:
     """Entry point of a rank's process."""
     from models.train.trainer_group.rank import run_rank
 
+    torch.set_num_threads(1)
     with Path(path).with_suffix(".log").open("w") as log:  # what a rank prints is shown if its test fails
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
