@@ -151,6 +151,15 @@ def exit_code(error: BaseException) -> int:
     return EXIT_USER_ERROR if user_error(error) is not None else 1
 
 
+def keep_exit_code() -> None:
+    """Let go of output for which the disk has no room: Python would write it again at its end, and exit with 120."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except (AttributeError, OSError):  # it was closed already, or has no room
+            setattr(sys, name, None)
+
+
 def check_repeatable(name: str, code: int, words: str, run_dir: Path) -> None:
     """Raise UsageError for an error that another start would repeat."""
     if code == EXIT_DISK_FULL:

@@ -35,7 +35,7 @@ from configs.schema import Config
 from models.fault_injection import FaultPlan, fault_plan
 from models.import_path import add_working_directory, import_path, raised
 from models.train.trainer_group.rank_spec import MEETING, RankSpec, Rendezvous
-from pipeline.errors import exit_code, leaf, user_error
+from pipeline.errors import exit_code, keep_exit_code, leaf, user_error
 from pipeline.facts.otel import span_writer
 from pipeline.facts.run_log import release
 from pipeline.facts.stats import CPU, QUEUED, STATS_PREFIX, StageStats
@@ -340,6 +340,8 @@ def main(argv: list[str]) -> int:
             logging.shutdown()
             os._exit(exit_code(cause))  # at once: threads of a broken process group may wait for ever
         return exit_code(cause)
+    finally:
+        keep_exit_code()
     return 0
 
 

@@ -104,7 +104,7 @@ POLL_S: Final = 0.05
 SLOW_POLL_S: Final = 0.3  # each look leaves a line in the log of a server that loads
 POLL_TIMEOUT_S: Final = 5.0
 FIRST_NOTICE_S: Final = 10.0  # first notice that it still loads; the next after twice as long, and so on
-END_NOTICE_S: Final = 0.2
+END_NOTICE_S: Final = 2.0  # on a busy machine the end of a process is noticed after the looks that it failed
 STARTS_WITHOUT_SERVING: Final = 2
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -72,6 +74,28 @@ def test_what_a_process_of_the_unit_ends_with() -> None:
     assert exit_code(lazily) == 2
     words = f"a package cannot be imported \\(Failed .* 'y'\\); install it for {sys.executable}, or do without"
     assert re.match(words, user_error(lazily) or "")
+
+
+WITHOUT_ROOM = """
+import errno, sys
+from pipeline.hosts import worker
+
+async def replica(entry, name):
+    if name == "reward-0":
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+worker._run_replica_process = replica
+sys.exit(worker.main(["a405611a", "ipc:///tmp/none", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("reward-0", 28), ("reward-1", 0)])
+def test_a_log_without_room_leaves_the_exit_code_as_it_is(name: str, code: int) -> None:
+    """Python would end with 120, which says nothing, and the process would be started again and again."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", WITHOUT_ROOM, name], stdout=full, stderr=full, env=env)
+    assert done.returncode == code
 
 
 def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
