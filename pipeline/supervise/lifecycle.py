@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,9 @@ class Lifecycle:
         trained = ledger.steps(self.config.rollout.rollout_batch_size)
         newest = final_path(recorder.rundir.checkpoints, recorder.committed)
         chosen = None if back is None else final_path(recorder.rundir.checkpoints, back)
+        if chosen is not None and trained >= (self.config.rollout.num_rollout or math.inf):
+            recorder.say(f"the trainer does not go back to the checkpoint of step {back}: all steps are trained")
+            chosen = None
         if chosen is not None and chosen.is_dir():  # else somebody removed it
             step, state = trained + 1, str(chosen)
             recorder.say(f"the trainer goes back to the checkpoint of step {back}: its weights become version {step}")

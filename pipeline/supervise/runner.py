@@ -163,6 +163,12 @@ class Runner(ABC):
 
     async def _trainer_to_go_back(self, step: int) -> TrainerUnit:
         """Raises UsageError where the checkpoint or the run is none to go back with."""
+        total, batch = self.config.rollout.num_rollout, self.config.rollout.rollout_batch_size
+        if total is not None and self.lifecycle.recorder.ledger.steps(batch) >= total:
+            raise UsageError(
+                f"all {total} steps are trained, and to go back takes the number of a next one; resume the run with a "
+                "larger --num-rollout"
+            )
         kept = [manifest.step for manifest in await asyncio.to_thread(manifests, self.rundir.checkpoints)]
         checkpoint = final_path(self.rundir.checkpoints, step)
         if step not in kept:

@@ -14,13 +14,15 @@ from launching import SIMULATED, SMALL, Finished, finish, made_model, start
 
 import launch as program
 from configs.schema import Config
-from models.checkpoint import draft_path
+from models.checkpoint import draft_path, final_path
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.record.journal import Stepped, WentBack, read_journal
 from pipeline.record.metrics import read_metrics
 from pipeline.record.recorder import Recorder
+from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.runner import TaskRunner
+from stages.base import TrainOptions
 from stages.messages import CheckpointReady
 from stages.prompts.ledger import Ledger
 from stages.staleness_gate import StalenessGate
@@ -91,6 +93,47 @@ def test_a_trainer_that_is_lost_while_it_goes_back_goes_back(tmp_path: Path) -> 
     assert done.summary["restarts"] == {"train-0": 2}
 
 
+@pytest.mark.slow
+def test_a_run_that_has_trained_its_last_step_does_not_go_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It waits for its last evaluation. A rollback takes the number of a step, and would be one too many."""
+    run_dir = tmp_path / "run"
+    late = ["--eval-prompt-data", "held=arithmetic@[0:100]", "--eval-interval", "4", "--eval-max-in-flight", "1"]
+    flags = ["--num-rollout", "4", "--save-interval", "2", "--keep-last-n", "9"]
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, *late, *flags, "engine.simulated.a_ms=20")
+    wait_for_steps(process, run_dir, 4)
+    assert program.main(["rollback", str(run_dir), "2"]) == 4
+    assert "all 4 steps are trained" in capsys.readouterr().err
+    done = finish(process, run_dir).check()
+    assert done.summary["restarts"] == {}
+    assert not [event for event in read_journal(run_dir / "ledger.jsonl") if isinstance(event, WentBack)]
+
+
+@pytest.mark.parametrize(("trained", "begins"), [(3, 4), (4, 2)])
+async def test_a_last_step_that_is_reported_meanwhile_is_the_last(
+    trained: int, begins: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the command and the end of the trainer."""
+    monkeypatch.setattr("pipeline.supervise.lifecycle.damage", lambda _: None)
+    for step in (1, 2):
+        final_path(tmp_path, step).mkdir()
+    said: list[str] = []
+    ledger = Ledger()
+    for position in range(trained):
+        ledger.settle(ledger.admit(position=position).group_id, "trained")
+    recorder = SimpleNamespace(
+        ledger=ledger, committed=2, training_started=1.0, say=said.append, rundir=SimpleNamespace(checkpoints=tmp_path)
+    )
+    lifecycle = object.__new__(Lifecycle)
+    config = msgspec.convert({"rollout": {"num_rollout": 4, "rollout_batch_size": 1}}, Config)
+    vars(lifecycle).update(config=config, recorder=recorder, hubs={"settle": SimpleNamespace(held=list)})
+    options = await lifecycle.trainer_state(TrainOptions(), back=1)
+    assert options is not None
+    assert (options.start_step, options.resume_from) == (begins, str(final_path(tmp_path, 1 if begins == 4 else 2)))
+    assert ("does not go back" in said[0]) is (trained == 4)
+
+
 async def test_the_chosen_checkpoint_stays_until_the_run_has_gone_back_to_it(tmp_path: Path) -> None:
     """A checkpoint of a step that was done before may be on its way, and would remove the chosen one."""
     observe = {"use_tensorboard": False, "trace": False}
@@ -108,6 +151,7 @@ async def test_the_chosen_checkpoint_stays_until_the_run_has_gone_back_to_it(tmp
         trainer = SimpleNamespace(rollback=AsyncMock())
         vars(runner).update(lifecycle=SimpleNamespace(recorder=recorder), rundir=rundir, config=config)
         vars(runner).update(_trainer=trainer)
+        recorder.ledger = ledger
         await save(1)
         await runner.rollback(1)
         trainer.rollback.assert_awaited_once_with(1)
