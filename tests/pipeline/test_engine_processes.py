@@ -123,6 +123,25 @@ async def test_a_server_is_announced_again_after_its_death_and_when_it_takes_no_
     assert gone(pid)
 
 
+async def test_an_end_that_is_noticed_after_the_looks_is_the_reason_still(
+    rundir: RunDir, fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: two looks have failed long before."""
+    wait = LocalHandle.wait
+
+    async def late(handle: LocalHandle) -> int:
+        code = await wait(handle)
+        await asyncio.sleep(0.6)
+        return code
+
+    monkeypatch.setattr(LocalHandle, "wait", late)
+    kept = Kept(rundir, fake)
+    async with kept.running():
+        await kept.told.until("up")
+        os.kill(kept.pid, signal.SIGKILL)
+        assert await kept.told.until("lost") == ("lost", "engine", "engine-0", "signal SIGKILL")
+
+
 async def test_a_hung_server_is_ended_and_started_again(rundir: RunDir, fake: Path) -> None:
     kept = Kept(rundir, fake)
     async with kept.running():

@@ -27,8 +27,13 @@ HELD = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2"]
 
 
 def evaluated(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The rows of evaluations by version, without what tells of the moment at which they were written."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/version" in row]
+    """The rows of evaluations by version, without what tells of the moment at which they were written: the tokens are
+    those that were trained then, exactly."""
+    steps = list(read_metrics(run_dir / "metrics.jsonl"))
+    rows = [row for row in steps if "eval/version" in row]
+    tokens = {0: 0.0} | {int(row["step"]): row["trained_tokens"] for row in steps if "reward/mean" in row}
+    for row in rows:
+        assert row["trained_tokens"] == tokens[int(row["eval/version"] + row["eval/lag_steps"])], row
     assert not list(repeated(int(row["eval/version"]) for row in rows))
     timed = ("eval/time_s", "eval/lag_steps", "step", "wall_s", "trained_tokens")
     return {int(r["eval/version"]): {k: v for k, v in r.items() if k not in timed} for r in rows}
