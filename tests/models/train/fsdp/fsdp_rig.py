@@ -42,16 +42,16 @@ CASES: dict[int, dict[str, tuple[str, int | None, Fields]]] = {
     2: {
         "fsdp": (TIED, None, PPO | {"logprob_chunk_tokens": 8}),
         "ddp": (UNTIED, None, PPO | {"fsdp_shard_size": 1}),
+        "recomputing": (TIED, None, GRPO | {"gradient_checkpointing": True, "logprob_chunk_tokens": 8}),
         "nothing_here": (TIED, 1, GRPO),
         "context": (TIED, None, PPO | {"fsdp_context_parallel_size": 2, "gradient_checkpointing": True}),
         "context_hooks": (TIED, None, HOOKS | {"fsdp_context_parallel_size": 2, "use_tis": True}),
         "experts": (EXPERTS, None, GRPO),
+        "renewed": (TIED, None, GRPO | {"ref_update_interval": 2}),
         "bf16": (TIED, None, GRPO | {"train_dtype": "bfloat16"}),
         "lora": (UNTIED, None, LORA),
     },
     4: {
-        "recomputing": (TIED, None, GRPO | {"gradient_checkpointing": True, "logprob_chunk_tokens": 8}),
-        "renewed": (TIED, None, GRPO | {"ref_update_interval": 2}),
         "hsdp": (UNTIED, None, PPO | {"fsdp_shard_size": 2}),
         "hsdp_context": (UNTIED, 5, GRPO | {"fsdp_shard_size": 2, "fsdp_context_parallel_size": 2}),
         "lora": (UNTIED, None, LORA),  # more processes than rows of an adapter: some shards are empty
