@@ -228,7 +228,9 @@ def check_vocabularies(config: Config) -> None:
     ours = vocabulary(Path(policy).expanduser()) or {}
     for flag, place in (("--ref-load", config.train.ref_load), ("--critic-load", config.critic.critic_load)):
         theirs = vocabulary(Path(place).expanduser()) or {} if place is not None else {}
-        if token := next((token for token, text in ours.items() if theirs.get(token, text) != text), None):
+        wrong = [token for token, text in ours.items() if theirs.get(token, text) != text]
+        if wrong:
+            token = min(wrong)
             raise UsageError(
                 f"{flag} is {place!r}, whose token {token} is {theirs[token]!r}, and the policy's is {ours[token]!r}; "
                 "choose a checkpoint with the policy's tokenizer"

@@ -332,7 +332,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
     ),
     "a reference with another tokenizer": (
         other_model, "--use-kl-loss --kl-loss-coef 0.1 --ref-load other",
-        ["--ref-load is 'other'", "policy's tokenizer"],
+        ["--ref-load is 'other'", "whose token 0 is", "policy's tokenizer"],
     ),
     "no critic there": (
         nothing, "--advantage-estimator ppo --critic-load ./critc", ["--critic-load is './critc'", "correct the path"],
