@@ -2,8 +2,9 @@
 
 Invariants:
 - The descriptor of a zmq socket is edge-triggered, so after one wake-up everything is read until nothing is left, and
-  after sending the socket is polled again, for a send takes the edge away. A step in which neither happened does not
-  poll. A safety poll each second counts wake-ups that were missed (it must stay 0).
+  after sending the socket is polled again, for a send takes the edge away, and a poll that of a connection that came
+  meanwhile. A step in which neither happened does not poll. A safety poll each second counts wake-ups that were missed
+  (it must stay 0).
 - Routing ids are left to the ROUTER, new for each connection: a peer that reconnects can never be refused for an id
   that its broken connection still holds. Who a peer is, its HELLO says.
 - Where keys are required, the replica in a peer's HELLO has the name of its key.
@@ -38,6 +39,7 @@ HANDSHAKE_MS = 5000
 SEND_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)  # combining the enums at each send would cost as much as the send
 NOBLOCK = int(zmq.NOBLOCK)
 POLLIN = int(zmq.POLLIN)
+POLLOUT = int(zmq.POLLOUT)
 BODIES = (Put, Puts, Work, Works)
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -246,8 +248,10 @@ class ZmqLink(Link):
         if not self._sent or self._socket.closed:
             return False
         self._sent = False
-        self._arrived = self._arrived or readable(self._socket)
-        return self._arrived
+        events = cast(int, self._socket.get(zmq.EVENTS))
+        self._arrived = self._arrived or bool(events & POLLIN)
+        # The connection may have come between the attempt to send and this poll, which takes its edge away.
+        return self._arrived or bool(self._unsent and events & POLLOUT)
 
     def _announced(self) -> bool:
         """Whether a descriptor is readable, so that the loop is about to wake the owner task by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.transport.conformance_streams import ContentConformance, DepartureCon
 from tests.transport.conformance_topics import ByteConformance, TopicConformance
 from tests.transport.memory_link import MemoryNetwork, MemoryNode, Net, ignore, take_one, until
 from transport import DeadLetter, Node, StreamSpec, zmq_link
+from transport.core import session
 from transport.errors import LinkLost, LinkRefused
 from transport.security import (
     KEY_MARK,
@@ -231,6 +233,34 @@ async def test_a_step_without_news_asks_the_socket_nothing(run_dir: Path, monkey
         assert max(requested) < STEPS // 4, "only what it sent or was told of"
         assert [socket.in_vain for socket in sockets] == [0, 0, 0]  # type: ignore[attr-defined]
         assert [link.late_wakeups for link in links] == [0, 0, 0]
+
+
+class Late(Counted):
+    """A socket whose connection comes when all wake-ups that tell of it are spent, between an attempt and its poll."""
+
+    attempts = 0
+
+    def send(self, *args: Any, **options: Any) -> Any:
+        if self.socket.socket_type == zmq.DEALER and self.attempts < 10:  # no two wake-ups tell of it, let alone ten
+            self.attempts += 1
+            while not self.socket.get(zmq.EVENTS) & zmq.POLLOUT:
+                time.sleep(0.001)
+            raise zmq.Again
+        return self.socket.send(*args, **options)
+
+
+async def test_a_hello_is_sent_as_soon_as_it_can_be(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for the second attempt, a second later, at each link of a process that starts."""
+    original = ZmqLink.__init__
+
+    def made(link: ZmqLink, endpoint: Any, socket: Any, *rest: Any) -> None:
+        original(link, endpoint, Late(socket), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ZmqLink, "__init__", made)
+    monkeypatch.setattr(session, "HELLO_RETRY_S", 3600.0)
+    async with asyncio.timeout(20), Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+        await node.outlet(hub.address, "s", bytes, replica="sender")
 
 
 class Keys:
