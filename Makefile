@@ -76,9 +76,10 @@ test-fast: $(STAMP)
 # Tests of one xdist_group share what they set up.
 PYTEST_SLOW := $(BIN)/python -m pytest -q -n 6 --dist loadgroup --durations=20
 
-# Fast suite first, then what starts processes and trains. On two cores, with the environments installed, both take 8 to
-# 20 minutes, by the machine.
-test: lint types test-fast sglang-env agents-env
+# Fast suite first, with mypy beside it, then what starts processes and trains. On two cores, with the environments
+# installed, both take 8 to 20 minutes, by the machine.
+test: $(STAMP) sglang-env agents-env
+	@$(MAKE) --no-print-directory -j 3 lint types test-fast
 	$(PYTEST_SLOW) -m "slow and not full"
 
 # Then the same on more cases, and the benchmarks' short forms.

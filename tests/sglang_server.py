@@ -136,7 +136,7 @@ class ServerPool:
     def _start(self, python: Path, kind: Kind) -> RealServer:
         port = free_port()
         log = self._directory / f"sglang-{kind}.log"
-        command = [str(python), "-m", "sglang.launch_server", "--model-path", str(self._model), *_COMMON]
+        command = [str(python), "-c", _COPYING, "--model-path", str(self._model), *_COMMON]
         command += [*_OF_KIND[kind], "--port", str(port)]
         environment = {**os.environ, **_ENVIRONMENT}
         with log.open("wb") as out:
@@ -161,6 +161,14 @@ _ENVIRONMENT: Final = {
     "PYTHONPATH": str(SHIMS),
     "PYTHONDONTWRITEBYTECODE": "",
 }
+# As `python -m sglang.launch_server`, but that its other processes are copies of the first: each would import for ten
+# seconds of a core.
+_COPYING: Final = """
+import multiprocessing, runpy
+multiprocessing.set_start_method("fork")
+multiprocessing.set_start_method = lambda method, force=False: None
+runpy.run_module("sglang.launch_server", run_name="__main__")
+"""
 _COMMON: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"),
     *("--max-total-tokens", "65536", "--mem-fraction-static", "0.3", "--sleep-on-idle", "--host", "127.0.0.1"),

@@ -38,7 +38,7 @@ NO_DATA = [
 ]  # fmt: skip
 
 
-SMALL = [*NO_DATA, "--prompt-data", "arithmetic"]
+SMALL = [*NO_DATA, "--prompt-data", "arithmetic@[0:400]"]
 
 # Trainer and engines that take time instead of computing: for what is about processes and books, not about models.
 # Their processes load no torch, so that a run starts in a fraction of the time.
