@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -33,9 +33,13 @@ TOOLS: tuple[ToolSchema, ...] = (
 QUESTION = Message("user", "Where is it?")
 
 
+HOMES: list[TemporaryDirectory[str]] = []  # removed at the end of the process
+
+
 @cache
 def checkpoint(family: Family) -> str:
-    return make_checkpoint(Path(mkdtemp(prefix="chat-")), family)
+    HOMES.append(TemporaryDirectory(prefix="chat-"))
+    return make_checkpoint(Path(HOMES[-1].name), family)
 
 
 @cache
