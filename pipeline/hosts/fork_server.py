@@ -1,8 +1,8 @@
 """Processes of a run that start within milliseconds: one process imports what they need and is copied for each.
 
-Most of the start of a process on a laptop is the import of its libraries: a second for a stage, two for an engine,
-four for a trainer. `launch.py` forks the server before it imports them, so that they are read while the run is
-checked and made ready, and once for all processes. A process that was killed comes back without them too.
+Most of a process's start on a laptop is the import of its libraries: a second for a stage, two for an engine, four for
+a trainer. `launch.py` forks the server before it imports them, so that they are read while the run is made ready, and
+once for all processes, also those that come back after a kill.
 
 Invariants:
 - a copy is like a process that was started by its command line: environment, directory, session, signals, limits and
@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -25,6 +26,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -36,8 +38,9 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
+from pipeline.errors import keep_exit_code
 from pipeline.hosts.die_with_parent import die_with, kill_group
-from pipeline.hosts.machine import ROOT, child_environment
+from pipeline.hosts.machine import ROOT, child_environment, show_as
 
 STARTED_BY: Final = (sys.executable, "-P", "-m")
 STAGE: Final = "pipeline.hosts.worker"
@@ -52,8 +55,7 @@ TRAINERS: Final = (
     "models.train.build", "models.train.trainer", "models.train.huggingface.whole_models",
 )  # fmt: skip
 DRIVERS: Final = ("/dev/nvidiactl", "/dev/kfd")
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
-REQUEST_BYTES: Final = 1 << 20
+PR_SET_CHILD_SUBREAPER, REQUEST_BYTES = 36, 1 << 20
 
 
 class Adopted:
@@ -227,8 +229,7 @@ class ForkServer:
 def serve(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
     """Import the modules, and copy this process whenever one is wanted whose modules are there. Ends with the
     connection. In a copy the program runs, and ends the process."""
-    waiting: list[tuple[Request, list[int]]] = []
-    ready = 0
+    waiting, ready = list[tuple[Request, list[int]]](), 0
     gc.disable()  # to look for garbage takes a quarter of an import's time, and there is none
     while True:
         while select.select([connection], [], [], None if ready == len(modules) and not waiting else 0)[0]:
@@ -310,12 +311,23 @@ def _become(connection: socket.socket, request: Request, files: Sequence[int], o
         program = import_module(request.argv[0])
         sys.argv = [str(program.__file__), *request.argv[1:]]
         code = program.main(request.argv[1:])
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        code = end.code
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.exit(code)
+    _end(code)
+
+
+def _end(code: object) -> NoReturn:
+    """As `sys.exit`, but modules stay as they are: to take them apart copies each page of them, 0.3 s with torch."""
+    if not isinstance(code, int | None):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as in copies that multiprocessing makes
+    atexit._run_exitfuncs()
+    keep_exit_code()
+    os._exit((code or 0) & 0xFF)
 
 
 def _settle(request: Request) -> None:
@@ -325,23 +337,12 @@ def _settle(request: Request) -> None:
     if not sys.flags.safe_path:
         del sys.path[0]  # the place of the program
     sys.path[:] = [str(ROOT), *(place for place in sys.path if place != str(ROOT))]
-    _show_as(request.name, request.argv)
+    show_as(request.name, request.argv)
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()  # else all copies would draw the same; Python's own does so by itself
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gc.enable()
-
-
-def _show_as(name: str, argv: Sequence[str]) -> None:
-    """What `ps` and `top` show of this process. The words of its command line lie where those of the server lay, and
-    are cut to their length."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name[:15].encode())
-    with contextlib.suppress(OSError, ValueError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end
-        words = "\0".join([sys.executable, "-P", "-m", *argv]).encode()[: last - first - 1]
-        ctypes.memmove(first, words.ljust(last - first, b"\0"), last - first)
 
 
 def adopt(adopts: bool) -> None:

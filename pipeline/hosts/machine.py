@@ -2,7 +2,7 @@
 
 - Processes of a group, as /proc shows them: which are stopped, what they use, what they leave in shared memory. Only
   files that a process of the group had mapped are removed, of the kinds that SGLang and multiprocessing make.
-- CPU time of a process and its descendants, and how many cores are idle.
+- What is shown of this process; CPU time of a process and its descendants, and how many cores are idle.
 - The controller's own process: interruption, and the limit of open files.
 - Ports for servers that cannot choose their own. A port that is only looked up may be taken meanwhile, so it is
   bound here, without listening, until the server listens: the kernel gives a bound port to no process that wants any
@@ -18,12 +18,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +46,7 @@ ROOT: Final = Path(pipeline.__file__).parent.parent  # the checkout, or the fold
 SHARED: Final = Path("/dev/shm")
 LEFT_BEHIND: Final = ("sglang_", "sem.mp-")
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+PR_SET_NAME: Final = 15
 
 
 class ProcessState(Struct, frozen=True):
@@ -92,6 +95,17 @@ def shared_memory_files(group: int) -> frozenset[Path]:
 def living(group: int) -> bool:
     """Whether a process of the group still runs; zombies do not."""
     return any(fields[0] not in "ZX" for _, _, fields in _members(group))
+
+
+def show_as(name: str, argv: Sequence[str]) -> None:
+    """What `ps` and `top` show of this process, a copy of another. The words of its command line lie where those of the
+    other lay, and are cut to their length."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name[:15].encode())
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end
+        words = "\0".join([sys.executable, "-P", "-m", *argv]).encode()[: last - first - 1]
+        ctypes.memmove(first, words.ljust(last - first, b"\0"), last - first)
 
 
 def collect_less() -> None:

@@ -34,7 +34,11 @@ ROOT = Path(__file__).parents[3]
 
 # What a process can see of how it was started. `end`: how it ends.
 FACTS = """
-    import gc, json, os, resource, signal, sys, threading, time
+    import atexit, gc, json, os, resource, signal, sys, threading, time
+
+    def ends_later():
+        time.sleep(0.2)
+        print("the thread ends", flush=True)
 
     def main(argv):
         facts = {
@@ -54,6 +58,10 @@ FACTS = """
             raise ValueError("this program is broken")
         if argv[0] == "wait":
             time.sleep(600)
+        atexit.register(print, "the program ends")
+        if argv[0] == "leave":
+            threading.Thread(target=ends_later).start()
+            sys.exit("nothing to do")
         return int(argv[0])
 
     if __name__ == "__main__":
@@ -86,7 +94,7 @@ DRIVER = """
         both = await asyncio.gather(*(ended(copies, f"both-{number}", "0") for number in (1, 2)))  # asked for at once
         found = {("both", ""): [code for code, _ in both]}
         for name, launcher in (("copied", copies), ("started", starts)):
-            for word in ("0", "3", "raise", "wait"):
+            for word in ("0", "3", "raise", "wait", "leave"):
                 found[name, word] = await ended(launcher, f"{name}-{word}", word, "--x", "1")
         found["env", ""] = await ended(copies, "env", "0", env={"LIBRARY_READS": "this"})
         if sys.argv[2] == "cancel":
@@ -128,7 +136,7 @@ def test_a_copy_is_as_a_process_that_was_started(tmp_path: Path, way: str) -> No
     assert done.returncode == 0, done.stderr
     text, _, parent = done.stdout.strip().rpartition(" ")
     found, logs = json.loads(text), tmp_path / "run" / "logs"
-    for word, code in (("0", 0), ("3", 3), ("raise", 1), ("wait", -signal.SIGKILL)):
+    for word, code in (("0", 0), ("3", 3), ("raise", 1), ("wait", -signal.SIGKILL), ("leave", 1)):
         copied, started = (facts_of(logs / f"{name}-{word}.log") for name in ("copied", "started"))
         assert copied == started
         assert copied["parent"] == int(parent)
@@ -137,6 +145,8 @@ def test_a_copy_is_as_a_process_that_was_started(tmp_path: Path, way: str) -> No
         shown = (logs / f"copied-{word}.log").read_text().partition("shown ")[2]
         assert shown.startswith(f"copied-{word} {sys.executable}\0-P\0-m\0facts\0{word}")
         assert not alive(found[f"copied {word}"][1])
+    for log in (logs / f"{name}-leave.log" for name in ("copied", "started")):
+        assert log.read_text().endswith("nothing to do\nthe thread ends\nthe program ends\n"), log.read_text()
     assert found["both "] == [0, 0]
     for number in (1, 2):
         assert facts_of(logs / f"both-{number}.log")["open"] == facts_of(logs / "started-0.log")["open"]
