@@ -30,7 +30,10 @@ settings.register_profile("thorough", UNTIMED, max_examples=400)
 settings.load_profile("untimed")
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin are ruinous where there are more processes than cores
+# Threads that spin are ruinous where there are more processes than cores. What the programs of the tests have too lets
+# them be copies of what a worker has imported (tests/copies.py).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 gc.disable()  # until all tests are imported: to look for garbage takes a quarter of that time, and there is none
 

@@ -127,11 +127,9 @@ ROOM_FACTOR: Final = 3  # free bytes by bytes of a state, so that checkpoints an
 
 
 def remove_superseded(run_dir: Path, step: int) -> None:
-    """Remove the files that the committed checkpoint of `step` replaces."""
-    home = run_dir / FOLDER
-    _remove_up_to(home, batch=step, state=step)
-    if home.is_dir() and not any(home.iterdir()):
-        home.rmdir()
+    """Remove the files that the committed checkpoint of `step` replaces. Their directory stays, for the trainer may be
+    about to write the next one."""
+    _remove_up_to(run_dir / FOLDER, batch=step, state=step)
 
 
 class Recovery:

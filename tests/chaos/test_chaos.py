@@ -19,7 +19,7 @@ KILLS = (
     Kill("generate-0", RUNNING, 2, 0.05),
     Kill("engine-0", RUNNING, 4, 0.1),
     Kill(CONTROLLER, SAVE, 7, 0.002),
-    Kill(CONTROLLER, RESUME, 0, 3.0),
+    Kill(CONTROLLER, RESUME, 0, 1.0),  # long before the resumed run can be at its end
     Kill(TRAIN, PRUNE, 12, 0.001),
     Kill("evaluate-0", END, 20, 0.05),
 )

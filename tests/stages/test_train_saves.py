@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -438,8 +439,26 @@ def test_a_recovery_point_takes_the_place_of_all_before_it(tmp_path: Path) -> No
     remove_superseded(tmp_path / "run", 4)
     assert names(tmp_path) == ["batch-00000005.msgpack"], "a committed checkpoint holds the others"
     remove_superseded(tmp_path / "run", 5)
-    assert not (tmp_path / "run" / "trainer").exists()
+    assert names(tmp_path) == []
     remove_superseded(tmp_path / "run", 6)
+
+
+def test_a_batch_is_kept_while_those_of_a_committed_checkpoint_are_removed(tmp_path: Path) -> None:
+    """The trainer writes in one process, the controller removes in another."""
+    kept, group, steps = made(tmp_path, Clock()), [make_slice(1)], 500
+
+    def keeps() -> None:
+        for step in range(1, steps):
+            kept.keep(step, group)
+            assert kept.batch(step)
+            remove_superseded(tmp_path / "run", step)
+
+    with ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(keeps)
+        while not trainer.done():
+            remove_superseded(tmp_path / "run", 0)
+        trainer.result()
+    assert names(tmp_path) == []
 
 
 def due_at(kept: Recovery, clock: Clock, now: float) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -142,12 +140,6 @@ def test_which_runs_need_a_trainer_group(backend: str, processes: int, expected:
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the process that forks."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
 
 
 @pytest.fixture
