@@ -99,6 +99,10 @@ def _main(argv: Sequence[str], *, program: bool = False) -> int:
         plan = make_plan(config)
         show(render(plan, left_out), {"plan": plan, "left_out": left_out}, as_json=arguments.json)
         return 0
+    if program:
+        from pipeline.facts.run_log import outlive_output
+
+        outlive_output()
     if config.run.auto_resume and resumed is None:
         return _run_in_child(config, argv, arguments)
     from configs.plan.plan import staleness_line

@@ -4,7 +4,7 @@
 
 Lines come from `show_line`, `log_line` and the warnings of all loggers of this process. A live table is not repeated.
 Invariants: a line is written once, at once; a disk that is full, or a directory that is gone, loses lines of the log
-and never ends the run; the log and the older file beside it have at most `MOST_BYTES` each.
+and of the terminal, and never ends the run; the log and the older file beside it have at most `MOST_BYTES` each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from shutil import which
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 import msgspec
 
@@ -44,6 +44,30 @@ _lines.setLevel(logging.INFO)
 class _Log(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """A log that cannot be written is lost: the run itself may still go on."""
+
+
+class _Output:
+    """An output of a run, which goes on without it where its disk is full or its reader has ended."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlive_output() -> None:
+    """From now on this process does not end because nobody can read what it shows."""
+    sys.stdout, sys.stderr = cast(TextIO, _Output(sys.stdout)), cast(TextIO, _Output(sys.stderr))
 
 
 def log_line(line: str) -> None:

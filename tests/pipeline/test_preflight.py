@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +57,7 @@ from pipeline.preflight.refusals import (
 )
 from stages.data.rows import LoadReport, SourceCount
 from stages.user_functions import KINDS, faults
+from tests.copies import Copy
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 from tests.stages.stage_rig import make_config
 
@@ -565,6 +567,20 @@ def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, flags: list[str]) -> 
             file.write(b"x" * 65536)
     done = finish(process, run_dir, 120)
     refused(done, "space", "free")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_run_outlives_who_reads_its_output(tmp_path: Path, ends: bool) -> None:
+    """`ends`: at once, as `| head -0` does; else the output goes to a file on a full disk."""
+    reader, output = os.pipe() if ends else (os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY))
+    os.close(reader)
+    words = ["launch", "--run-dir", str(tmp_path / "run"), *SMALL, *made_model(), *SIMULATED]
+    process = Copy(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    os.close(output)
+    done = Finished(process.wait(120), "", "", tmp_path / "run").check()
+    assert done.summary["groups"]["trained"] == 16
+    assert "step 4/4" in (tmp_path / "run" / "run.log").read_text()
 
 
 ARITHMETIC = sorted(
