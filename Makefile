@@ -77,7 +77,7 @@ test-fast: $(STAMP)
 PYTEST_SLOW := $(BIN)/python -m pytest -q -n 6 --dist loadgroup --durations=20
 
 # Fast suite first, with mypy beside it, then what starts processes and trains. On two cores, with the environments
-# installed, both take 8 to 20 minutes, by the machine.
+# installed, both take 7 to 15 minutes, by the machine.
 test: $(STAMP) sglang-env agents-env
 	@$(MAKE) --no-print-directory -j 3 lint types test-fast
 	$(PYTEST_SLOW) -m "slow and not full"
