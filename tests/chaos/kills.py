@@ -48,7 +48,7 @@ class Kill:
 # Who is killed at a moment, the more often the more often it is named, and within how many seconds of it.
 OFTEN = (CONTROLLER, CONTROLLER, TRAIN, *WITHIN)
 HOW = {
-    START: (OFTEN, 8.0), RESUME: (OFTEN, 8.0), WARM: ((CONTROLLER, TRAIN), 0.2), END: ((*WORST, *WITHIN), 0.8),
+    START: (OFTEN, 2.0), RESUME: (OFTEN, 2.0), WARM: ((CONTROLLER, TRAIN), 0.2), END: ((*WORST, *WITHIN), 0.8),
     RUNNING: ((*WORST, *WITHIN, *WITHIN), 0.3),
     SAVE: ((*WORST, *WORST, *WITHIN), 0.01), PRUNE: ((*WORST, *WORST, *WITHIN), 0.01),
 }  # fmt: skip
