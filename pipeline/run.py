@@ -58,6 +58,7 @@ from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.prompt_sources import DrawnPrompts
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
+from stages.train.checkpoints import FOLDER as RECOVERY
 from stages.train.saved_groups import SavedBatches, restorable
 
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
@@ -245,6 +246,8 @@ class Phase:
                 return runner.run(self._main())
         finally:
             remove_if_stale(self.slots)  # a killed trainer could not
+            with contextlib.suppress(OSError):  # it has files that no checkpoint replaces, or was never made
+                (self.rundir.path / RECOVERY).rmdir()
 
     def _place(self) -> Placement:
         """Raises UsageError for what does not fit on the machine."""

@@ -127,8 +127,8 @@ ROOM_FACTOR: Final = 3  # free bytes by bytes of a state, so that checkpoints an
 
 
 def remove_superseded(run_dir: Path, step: int) -> None:
-    """Remove the files that the committed checkpoint of `step` replaces. Their directory stays, for the trainer may be
-    about to write the next one."""
+    """Remove the files that the committed checkpoint of `step` replaces. Their directory stays while the run goes on,
+    for the trainer may be about to write the next one."""
     _remove_up_to(run_dir / FOLDER, batch=step, state=step)
 
 

@@ -54,7 +54,7 @@ def test_a_killed_trainer_loses_nothing_and_evaluations_come_once(tmp_path: Path
     assert evaluated(run_dir) == list(range(0, 9, 2))
     assert judge(run_dir, Expected(8, 4, 2)) == []
     assert 0.0 < done.summary["effective_training_time"] < 1.0
-    assert [*(run_dir / "trainer").iterdir()] == [], "the last checkpoint holds all"
+    assert not (run_dir / "trainer").exists(), "the last checkpoint holds all"
 
 
 def test_a_trainer_that_is_killed_in_its_save_saves_again(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path, flags: list[str], steps: in
     assert f"SIGKILL of train-rank-{rank}" in done.out
     assert done.out.count("2 ranks are up again") == 1
     assert (run_dir / "checkpoints" / f"step-{steps:08d}" / "hf" / "config.json").exists()
-    assert [*(run_dir / "trainer").iterdir()] == []
+    assert not (run_dir / "trainer").exists()
     nothing_left(run_dir)
 
 
