@@ -215,6 +215,11 @@ def supervised(config: Config) -> Config:
         "data.prompt_data_weights": () if warm.warm_start_data else config.data.prompt_data_weights,
         "data.label_key": warm.warm_start_label_key or config.data.label_key,
         "data.rollout_shuffle": True,
+        # Labels are trained as they are: nothing is graded, and functions for rollouts would spoil them.
+        "data.curriculum": "none",
+        "asynchrony.buffer_order": "oldest_first",
+        "reward.custom_convert_samples_to_train_data_path": None,
+        "megatron.custom_megatron_before_train_step_hook_path": None,
         "rollout.num_rollout": warm.warm_start_steps,
         "rollout.num_epoch": None,
         "rollout.rollout_batch_size": warm.warm_start_batch_size,

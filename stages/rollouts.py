@@ -211,6 +211,8 @@ def turn_total(parts: Iterable[Sample]) -> float:
 
 def token_rewards(parts: Sequence[Sample]) -> list[npt.NDArray[np.float32] | None]:
     """[T] for each sequence of a rollout: rewards of turns, those of its prefix included; None if it has none."""
+    if not any(part.turn_rewards for part in parts):  # most rollouts
+        return [None] * len(parts)
     turns: list[list[TurnReward]] = []
     found: list[npt.NDArray[np.float32] | None] = []
     for part in parts:

@@ -17,13 +17,12 @@ import asyncio
 import bisect
 import dataclasses
 import math
+import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_index
 from typing import Any
-
-import numpy as np
 
 from configs.schema import Config
 from models.import_path import has_args, import_path, raised
@@ -48,7 +47,7 @@ class Waiting:
     arrival: int
     group_id: int
     version: int | None  # that decides on its age: smallest of its trainable tokens, or the largest if they are masked
-    signal: float  # standard deviation of its rewards
+    signal: float  # standard deviation of its rewards, if the order goes by it
     spare: str | None  # the reason why it is a spare, if it is
 
 
@@ -73,13 +72,13 @@ class GroupBuffer:
     def push(self, lease: Lease[RolloutSlice]) -> None:
         slice_ = lease.message
         self._arrivals += 1
-        rewards = np.array([rollout_return(parts) for parts in rollouts(slice_.samples)])
+        rewards = [rollout_return(parts) for parts in rollouts(slice_.samples)] if self._order == "priority" else []
         waiting = Waiting(
             lease,
             self._arrivals,
             slice_.group.group_id,
             (newest_version if self.gate.masks else oldest_version)(slice_.samples),
-            float(rewards.std()) if len(rewards) else 0.0,
+            statistics.pstdev(rewards) if rewards else 0.0,
             zero_std(slice_) if self._has_spares else None,
         )
         if waiting.spare is not None:

@@ -110,6 +110,9 @@ def test_megatron_in_two_precisions() -> None:
     assert trainer(TINY, trainer_group("megatron", 4, "--no-use-distributed-optimizer")).optimizer == 12 * total
     offloaded = trainer(TINY, trainer_group("megatron", 1, "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"))
     assert (offloaded.optimizer, offloaded.host) == (6 * total, 6 * total)
+    assert trainer(TINY, trainer_group("megatron", 1, "--use-kl-loss --kl-loss-coef 0.1")).host == 2 * total, (
+        "reference"
+    )
 
 
 def test_experts_have_data_parallelism_of_their_own() -> None:

@@ -48,6 +48,7 @@ def stage(*tables: str) -> str:
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "but only one may set the warm-up; leave one of them out"),
     ("--use-kl-loss", "--kl-loss-coef is 0, but --use-kl-loss pays for a reference forward pass"),
     ("--kl-loss-coef 0.1", "--kl-loss-coef is 0.1, but only --use-kl-loss reads it"),
+    ("engine.simulated.vocab_size=32", "engine.simulated.vocab_size is 32, but only --engine simulated reads it"),
     ("--tis-clip-low 3", "--tis-clip-low is 3, but must not be above --tis-clip 2"),
     ("--min-lr 1 --lr 0.5", "--min-lr is 1, but must not be above --lr 0.5"),
     ("--use-tis --use-rollout-logprobs", "--use-tis and --use-rollout-logprobs are both on"),

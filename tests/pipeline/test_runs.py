@@ -265,6 +265,38 @@ def test_weights_are_copied_for_each_checkpoint_of_the_run_and_not_for_its_warm_
     assert weights(done) != (tmp_path / "out" / "0" / "model.safetensors").read_bytes()
 
 
+OF_ROLLOUTS = """
+def seen(log_probs):
+    with open("seen.txt", "a") as file:
+        file.write(f"{any(log_probs)}\\n")
+
+
+def first(groups, step):
+    seen(groups[0].samples[0].log_probs)
+    return 0
+
+
+def train_data(args, samples):
+    seen(samples[0].rollout_log_probs)
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "loss_masks": [sample.loss_mask for sample in samples],
+        "rewards": [sample.reward for sample in samples],
+    }
+"""
+
+
+@pytest.mark.slow
+def test_what_is_for_rollouts_sees_no_label_of_the_warm_start(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OF_ROLLOUTS)
+    flags = [*SMALL, *made_model(), *SIMULATED_ENGINE, "--num-rollout", "2", "--warm-start-steps", "3"]
+    ours = ["--buffer-order", "mine:first", "--custom-convert-samples-to-train-data-path", "mine:train_data"]
+    done = succeed_here(tmp_path / "run", *flags, *ours, "--curriculum", "pass_rate", cwd=tmp_path)
+    assert done.summary["groups"]["trained"] == 8
+    assert set((tmp_path / "seen.txt").read_text().split()) == {"True"}
+
+
 @pytest.mark.slow
 def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--debug-rollout-only"]

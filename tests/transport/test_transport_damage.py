@@ -142,6 +142,50 @@ def test_its_peers_go_on(role: wire.Role) -> None:
     assert taken > ANSWERS / 20
 
 
+def consumer_with(*messages: wire.FromHub) -> ConsumerCore:
+    core = ConsumerCore(hello("consumer", 0), 8, 1 << 16)
+    core.session.say_hello(0.0)
+    for message in messages:
+        core.on_message(0.0, message, b"abc" if isinstance(message, wire.Work) else None)
+    core.flush(0.0)
+    return core
+
+
+def reports(core: ConsumerCore) -> list[wire.Report]:
+    return [message for message, _ in core.flush(0.0) if isinstance(message, wire.Report)]
+
+
+def test_a_delivery_of_an_old_hub_is_not_reported_to_the_new_one_as_started() -> None:
+    """Both hubs gave the same id. Whoever dies over the old delivery must not be blamed for the new one."""
+    old, new = (wire.Work(epoch, 1, 5, 1, 3, 1, "k", 3, 0) for epoch in (1, 2))
+    core = consumer_with(wire.Welcome(1, 1, 30.0, 1 << 20, 8, 1 << 16, 0, 0), old)
+    core.on_message(0.0, wire.Welcome(2, 1, 30.0, 1 << 20, 8, 1 << 16, 0, 0))
+    core.on_message(0.0, new, b"abc")
+    core.flush(0.0)  # the account that the new hub gets first
+    taken = core.take()
+    assert taken is not None
+    assert taken.orphan
+    assert not any(report.started for report in reports(core))
+    assert core.take() is not None
+    assert [report.started for report in reports(core)] == [(5,)]
+
+
+def test_what_arrives_after_a_drain_is_handed_back() -> None:
+    core = consumer_with(wire.Welcome(1, 1, 30.0, 1 << 20, 8, 1 << 16, 0, 0))
+    core.drain()
+    core.on_message(0.0, wire.Work(1, 1, 5, 1, 3, 1, "k", 3, 0), b"abc")
+    assert core.take() is None
+    assert [report.refused for report in reports(core)] == [(wire.Refusal(5, 1, "returned"),)]
+
+
+def test_a_goodbye_that_is_said_again_blames_as_the_first_one_did() -> None:
+    core = consumer_with(wire.Welcome(1, 1, 30.0, 1 << 20, 8, 1 << 16, 0, 0))
+    core.fin(0.0, blame=True)
+    assert wire.Fin(True) in [message for message, _ in core.flush(0.0)]
+    core.session.on_timer(60.0)
+    assert [message for message, _ in core.flush(60.0)] == [wire.Fin(True)]
+
+
 def test_bodies_decode_or_are_refused() -> None:
     rng, codec = random.Random(0), Codec(PromptGroup)
     ids = [as_array(np.arange(n, dtype="<i4"), Int32Array) for n in (1, 40)]

@@ -143,6 +143,13 @@ def test_micro_batches_that_are_there_are_assigned_equally(sizes: list[int], sha
     assert max(loads) - min(loads) <= max(APART.cost(size - 1) for size in sizes) + 1e-9
 
 
+def test_micro_batches_are_dealt_in_turns_and_back() -> None:
+    """Costs of 8, 7, ... 1: 8 + 5 + 4 + 1 beside 7 + 6 + 3 + 2, and not 8 + 6 + 4 + 2 beside 7 + 5 + 3 + 1."""
+    layouts = [layout for ids in ids_of(list(range(2, 10))) for layout in plan([ids], [1], APART)]
+    shares = assign_layouts(layouts, APART, 2)
+    assert [sorted(layout.row_length for layout in share) for share in shares] == [[1, 4, 5, 8], [2, 3, 6, 7]]
+
+
 @given(lengths, st.integers(1, 5))
 def test_all_shares_run_equally_often_and_blank_ones_count_for_nothing(sizes: list[int], shares: int) -> None:
     examples = [
