@@ -143,6 +143,32 @@ def test_micro_batches_that_are_there_are_assigned_equally(sizes: list[int], sha
     assert max(loads) - min(loads) <= max(APART.cost(size - 1) for size in sizes) + 1e-9
 
 
+SHARED = replace(APART, share_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("packing", "shares", "sizes"), [(APART, 1, [8, 9, 8, 9]), (APART, 2, [16, 17]), (SHARED, 1, [8, 14, 17, 8])]
+)
+def test_examples_are_planned_when_micro_batches_may_be_full(
+    packing: Packing, shares: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at each arrival: 64 tokens are 8 examples of 8, and more where their prompt of 5 counts once."""
+    planned: list[int] = []
+
+    def counted(tokens: list[np.ndarray], *given: Any) -> Any:
+        planned.append(len(tokens))
+        return plan(tokens, *given)
+
+    monkeypatch.setattr("models.train.step.micro_batches.plan", counted)
+    pending = Pending()
+    for at in range(20):
+        ids = np.array([*range(6), 10 + at, 9, 9], dtype=np.int32)
+        example = Example(ids, 6, np.array([8]), np.zeros(1, np.float32), np.zeros(1, np.float32), 1.0, (0, at))
+        pending.extend([example])
+        pending.take(packing, shares, everything=False)
+    assert planned == sizes
+
+
 def test_micro_batches_are_dealt_in_turns_and_back() -> None:
     """Costs of 8, 7, ... 1: 8 + 5 + 4 + 1 beside 7 + 6 + 3 + 2, and not 8 + 6 + 4 + 2 beside 7 + 5 + 3 + 1."""
     layouts = [layout for ids in ids_of(list(range(2, 10))) for layout in plan([ids], [1], APART)]
