@@ -7,10 +7,11 @@ unit of `staleness/*` is the trained token; names are those of docs/metrics.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from configs.schema import Config
 from stages.evaluate import estimates
@@ -20,6 +21,7 @@ from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, ro
 from stages.sampling.requests import PREFILL
 
 Rollout = tuple[Sample, ...]
+Masks = list[npt.NDArray[np.bool_]]  # of a rollout: of each sequence, [T]
 Metrics = dict[str, float]  # by name
 MASKED: Final = "rollout/masked_stale_tokens"  # of groups that were trained without them
 
@@ -27,9 +29,10 @@ MASKED: Final = "rollout/masked_stale_tokens"  # of groups that were trained wit
 def batch_metrics(config: Config, step: int, slices: Sequence[RolloutSlice], staleness: Mapping[int, int]) -> Metrics:
     """All of them. `step` is the version of the weights that were trained, `staleness` the trained tokens by age."""
     members = [parts for slice_ in slices for parts in rollouts(slice_.samples)]
+    masks = [trained_masks(parts) for parts in members]
     metrics = {
         **_reward_metrics(members),
-        **_length_metrics(members),
+        **_length_metrics(members, masks),
         **_staleness_metrics(step, members, staleness, config.train.num_steps_per_rollout or 1),
         "rollout/truncated_ratio": _share(parts[-1].status == "truncated" for parts in members),
         "rollout/turns/mean": float(np.mean([parts[-1].turns for parts in members])),
@@ -43,7 +46,7 @@ def batch_metrics(config: Config, step: int, slices: Sequence[RolloutSlice], sta
     if proposed:
         metrics["rollout/spec_accept_rate"] = sum(s.spec_accepted for parts in members for s in parts) / proposed
     if config.train.loss_type != "sft_loss":
-        metrics |= _group_metrics(slices) | _engine_metrics(members)
+        metrics |= _group_metrics(slices) | _engine_metrics(members, masks)
     return metrics
 
 
@@ -67,21 +70,20 @@ def _reward_metrics(members: Sequence[Rollout]) -> Metrics:
     return metrics | {name: float(np.mean(values)) for name, values in values_of.items()}
 
 
-def _length_metrics(members: Sequence[Rollout]) -> Metrics:
+def _length_metrics(members: Sequence[Rollout], masks: Sequence[Masks]) -> Metrics:
     lengths = np.array([sum(s.new_tokens for s in parts) for parts in members])
-    trained = np.array([sum(map(np.count_nonzero, trained_masks(parts))) for parts in members])
+    trained = np.array([sum(map(np.count_nonzero, parts)) for parts in masks])
     found = {"response_len": lengths, "effective_response_len": trained}
     spread: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median, "max": np.max, "min": np.min}
     return {f"rollout/{name}/{key}": float(of(n)) for name, n in found.items() for key, of in spread.items()}
 
 
-def _engine_metrics(members: Sequence[Rollout]) -> Metrics:
-    samples = [sample for parts in members for sample in parts]
-    masks = [mask for parts in members for mask in trained_masks(parts)]
-    trained = int(sum(map(np.count_nonzero, masks)))
+def _engine_metrics(members: Sequence[Rollout], masks: Sequence[Masks]) -> Metrics:
+    samples, flat = list(chain.from_iterable(members)), list(chain.from_iterable(masks))
+    trained = int(sum(map(np.count_nonzero, flat)))
     read = sum(sample.metrics.get(PREFILL, 0.0) for sample in samples)
     cached = sum(sample.cached_tokens for sample in samples if PREFILL in sample.metrics)
-    total = sum(float(sample.log_probs @ mask) for sample, mask in zip(samples, masks, strict=True))
+    total = sum(float(sample.log_probs @ mask) for sample, mask in zip(samples, flat, strict=True))
     metrics = {"rollout/prefix_cache_hit_rate": cached / read} if read else {}
     return metrics | ({"rollout/rollout_log_probs": total / trained} if trained else {})
 

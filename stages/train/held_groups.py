@@ -17,12 +17,13 @@ import asyncio
 import bisect
 import dataclasses
 import math
-import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_index
 from typing import Any
+
+import numpy as np
 
 from configs.schema import Config
 from models.import_path import has_args, import_path, raised
@@ -78,7 +79,7 @@ class GroupBuffer:
             self._arrivals,
             slice_.group.group_id,
             (newest_version if self.gate.masks else oldest_version)(slice_.samples),
-            statistics.pstdev(rewards) if rewards else 0.0,
+            float(np.std(rewards)) if rewards else 0.0,
             zero_std(slice_) if self._has_spares else None,
         )
         if waiting.spare is not None:
