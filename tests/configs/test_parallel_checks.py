@@ -279,6 +279,7 @@ def test_every_estimator_is_accepted_as_it_is() -> None:
     ("--reward-component a=remote@1", "rm_type remote has no address"),
     ("--reward-component a=math@1 --custom-rm-path json:loads", "both say how to grade"),
     ("--group-rm", "--group-rm needs a function over whole groups"),
+    ("--overlong-buffer-len 600", "must be below --rollout-max-response-len 512"),
     ("--overlong-buffer-len 512", "must be below --rollout-max-response-len 512"),
     ("--custom-reward-post-process-path json:loads --advantage-estimator ppo",
      "--advantage-estimator ppo: it replaces a group's normalisation"),

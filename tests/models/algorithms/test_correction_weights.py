@@ -22,7 +22,7 @@ from models.algorithms.correction import (
     without_drifted,
 )
 from models.algorithms.losses import policy_loss_of, ppo_clip
-from models.algorithms.metrics import kept_scale, rejected_rollouts, step_statistics
+from models.algorithms.metrics import effective_size, kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import policy_objective
 from models.algorithms.slime_hooks import Hooks, Responses
 from models.algorithms.tokens import PolicyTokens
@@ -289,6 +289,12 @@ def test_under_gspo_the_ratio_keeps_all_tokens(f) -> None:  # type: ignore[no-un
     assert objective.loss[:5].tolist() == pytest.approx([-ratio, -ratio, 0, 0, -ratio])
     assert theta.grad is not None
     assert theta.grad[:5].tolist() == pytest.approx([-ratio * 3 / 4, -ratio * 3 / 4, 0, -ratio * 3 / 4, -ratio * 3 / 4])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
+def test_the_effective_size_is_the_same_at_any_scale_of_the_weights(scale: float) -> None:
+    """Of 0.5 and 0.1: (0.6)^2 / (2 * 0.26)."""
+    assert effective_size(2, 0.6 * scale, 0.26 * scale**2) == pytest.approx(0.36 / 0.52)
 
 
 def test_everything_rejected_is_zero_with_a_graph(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
