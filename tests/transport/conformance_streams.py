@@ -203,6 +203,14 @@ class DepartureConformance:
         with pytest.raises(TimeoutError):
             await linger()
 
+    async def test_a_hub_that_closes_waits_for_its_peers_goodbye(self, net: Net) -> None:
+        async with net.stream() as (node, hub):
+            inlet = await node.inlet(hub.address, "jobs", Job)
+            assert not hub.core.peerless
+            await hub.close(timeout_s=10.0)
+            assert hub.core.peerless
+            await inlet.close(timeout_s=0.1)  # nobody is there to answer
+
     async def test_ports_survive_a_new_hub_at_the_same_address(self, net: Net) -> None:
         if not net.rebinds:
             pytest.skip("these links do not reconnect")
