@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import launch
 from configs.command_line import parse
-from configs.layers import ConfigError, build, value_at
+from configs.layers import ConfigError, build, supervised, value_at
 from configs.load import (
     dump_toml,
     load,
@@ -164,6 +164,14 @@ def test_what_falls_away(tmp_path: Path) -> None:
         assert config(argv).sglang.rollout_num_gpus is None
     less = config("--rollout-num-gpus none --scale engine=1", "qwen3-30b-a3b")
     assert load(["--config", recipe(tmp_path, dump_toml(less))]).config == less, "it is read back as it was"
+
+
+def test_a_hook_of_the_steps_of_rollouts_is_not_called_in_the_warm_start() -> None:
+    """What the trainer does with the other functions for rollouts is in tests/pipeline/test_runs.py."""
+    argv = "--train-backend megatron --warm-start-steps 3 --custom-megatron-before-train-step-hook-path json:loads"
+    config = settled(WORK, "--model", "qwen3-8b", argv)[0]
+    assert config.megatron.custom_megatron_before_train_step_hook_path == "json:loads"
+    assert supervised(config).megatron.custom_megatron_before_train_step_hook_path is None
 
 
 def test_a_checkpoint_that_is_another_model_is_refused(tmp_path: Path) -> None:
