@@ -6,6 +6,8 @@ with a server of its own, for the programs and the ranks of its tests.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import os
 import pickle
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit
 from types import ModuleType
@@ -34,6 +37,8 @@ MODULES: Final = (
     "pyarrow.parquet", "tensorboard.backend.event_processing.event_accumulator", "pydantic", "jsonschema",
 )  # fmt: skip
 LOOKED_AT: Final = ("PYTHON", "OMP_", "MKL_", "LD_", "CUDA", "HF_", "TRANSFORMERS_", "TORCH", "NCCL", "GLOO", "SLUICE_")
+
+LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
 
 STARTING: Final = threading.Lock()
 Env = tuple[tuple[str, str], ...]
@@ -156,5 +161,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def use_large_pages() -> None:
+    """Have the kernel put this process's memory into pages of 2 MiB, if it can (Linux 6.1). A fork and the end of the
+    copy go through all pages, and then take a third of the time."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, file, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        start, end = -(-start // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
+        if access == "rw-p" and file == "0" and start < end:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
+
+
 if __name__ == "__main__":
+    gc.disable()  # as the server of a run does while it imports
+    for name in MODULES:
+        import_module(name)
+    use_large_pages()
     serve(socket.socket(fileno=int(sys.argv[1])), MODULES)

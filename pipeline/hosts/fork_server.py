@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -125,10 +126,9 @@ def waits_for(argv: Sequence[str], modules: Sequence[str]) -> int:
 
 
 class ForkServer:
-    """The server of the program `launch.py`. Made while that has one thread."""
+    """The server of the program `launch.py`. Made while that has one thread, and returned to the program alone."""
 
     def __init__(self, config: Config) -> None:
-        """Returns in the program alone, never in the server or in one of its copies."""
         self._modules = modules_of(config)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._starting: dict[int, asyncio.Future[Adopted | None]] = {}
@@ -217,8 +217,7 @@ class ForkServer:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         self._pid = 0
         for started in self._starting.values():
@@ -249,6 +248,7 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
                 import_module(modules[ready])
             ready += 1
             gc.freeze()
+            weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of torch's libraries; see `_end`
 
 
 def _copied(connection: socket.socket, request: Request) -> bool:
@@ -320,7 +320,7 @@ def _become(connection: socket.socket, request: Request, files: Sequence[int], o
 
 
 def _end(code: object) -> NoReturn:
-    """As `sys.exit`, but modules stay as they are: to take them apart copies each page of them, 0.3 s with torch."""
+    """As `sys.exit`, but imports stay as they are: to take them apart copies each page of them, 0.3 s with torch."""
     if not isinstance(code, int | None):
         sys.stderr.write(f"{code}\n")
         code = 1

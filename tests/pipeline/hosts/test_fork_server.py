@@ -69,7 +69,7 @@ FACTS = """
 """
 
 DRIVER = """
-    import asyncio, json, os, resource, signal, sys, time
+    import asyncio, json, os, resource, signal, sys, tempfile, time
     from pathlib import Path
     import numpy.random
     from configs.load import load
@@ -114,11 +114,13 @@ DRIVER = """
         resource.setrlimit(resource.RLIMIT_NOFILE, (900, 1000))
         config = load(["--train-backend", "simulated", "--engine", "simulated"]).config
         left_open = os.open("/dev/null", os.O_RDONLY)
+        kept = tempfile.TemporaryDirectory()
         server = ForkServer(config)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
         with RunDir(Path(sys.argv[1])).open(resume=False) as rundir:
             asyncio.run(work(server, rundir))
             server.close()
+        assert os.path.isdir(kept.name), "copies end without taking apart what others made before them"
 """
 
 
