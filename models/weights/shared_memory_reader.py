@@ -19,10 +19,10 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,11 +36,15 @@ from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
 from models.weights.slot_directory import DirectoryLease
 
 STATE_FILE: Final = "slot.state"  # the generation, one uint64
+SLOT, COPY = "slot-", "copy-"  # begin the names of directories that hold one version after the other
 PIECE_BYTES: Final = 16 << 20  # of the tensor bytes; part of the definition of the digest
 _WORKERS: Final = min(4, os.cpu_count() or 1)  # threads that verify
+T = TypeVar("T")
+Mapped = dict[Path, tuple[tuple[int, ...], T]]  # files of slots and their identity, in the order of their use
 
 _verifying: Final = threading.Lock()
 _verified: Final[dict[str, tuple[object, ...]]] = {}  # by path: the version last verified there, and the file
+_mapped: Final[Mapped[mmap.mmap]] = {}
 
 
 class SlotManifest(Struct, frozen=True):
@@ -60,7 +64,7 @@ class SlotManifest(Struct, frozen=True):
 
 
 class SlotReader:
-    """A verified slot, open for copying. Its mappings end with the last view of them.
+    """A verified slot, open for copying.
 
     slot = SlotReader(claim)             # reads all bytes; raises TornWeights or DigestMismatch
     for spec, data in slot.tensors():    # views: copy them
@@ -133,12 +137,30 @@ def fold_digests(digests: Iterable[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
+def keep_mapped(known: Mapped[T], most: int, path: Path, status: os.stat_result, make: Callable[[], T]) -> T:
+    """What `make` maps of a slot's file, once for all its versions, and kept for the `most` files that were used last.
+
+    To make the pages of a mapping, and to take them apart, takes longer than to copy what is in them.
+    """
+    identity = status.st_dev, status.st_ino, status.st_size  # no other file has it while this one is mapped
+    same, mapped = known.pop(path, (None, None))
+    if mapped is None or same != identity:
+        mapped = make()
+    if path.parent.name.startswith((SLOT, COPY)):
+        known[path] = identity, mapped
+        for oldest in [*known][:-most]:
+            known.pop(oldest, None)
+    return mapped
+
+
 def _map(path: Path) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
     """A file's bytes, and an identity that a later file of the same name does not have."""
     with open_file(path) as file:
         status = os.fstat(file.fileno())
         # Not populated: a version that is verified already is not read, and the threads that verify share the faults.
-        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        mapped = keep_mapped(
+            _mapped, 4, path, status, lambda: mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        )
         return np.frombuffer(mapped, dtype=np.uint8), (status.st_dev, status.st_ino, status.st_ctime_ns)
 
 
@@ -162,25 +184,19 @@ class LocalCopies:
 
     def __init__(self, directory: Path) -> None:
         """Raises SlotDirectoryError."""
-        self._lease = DirectoryLease(directory)
+        self._lease = DirectoryLease(directory, kept=COPY)
         self._held: list[SlotManifest | None] = [None] * COPIES
         self._next = 0
 
     def find(self, original: SlotManifest) -> SlotManifest | None:
         """The copy of a slot as it was announced, if there is one."""
-        for copy in self._held:
-            if copy is not None and (copy.label, copy.digest, copy.generation) == (
-                original.label,
-                original.digest,
-                original.generation,
-            ):
-                return copy
-        return None
+        wanted, held = (original.label, original.digest, original.generation), filter(None, self._held)
+        return next((copy for copy in held if (copy.label, copy.digest, copy.generation) == wanted), None)
 
     def begin(self) -> Path:
         """The directory to fill, which holds nothing valid until `finish`."""
         self._held[self._next] = None
-        directory = self._lease.directory / f"copy-{self._next}"
+        directory = self._lease.directory / f"{COPY}{self._next}"
         directory.mkdir(mode=0o700, exist_ok=True)
         _mark(directory, BEING_WRITTEN)
         return directory
@@ -188,7 +204,7 @@ class LocalCopies:
     def finish(self, original: SlotManifest) -> SlotManifest:
         """Declare the directory filled last a copy of this slot. Reads all bytes. Raises DigestMismatch, TornWeights,
         and leaves it invalid: the original was overwritten while it was fetched, or the bytes are others."""
-        directory = self._lease.directory / f"copy-{self._next}"
+        directory = self._lease.directory / f"{COPY}{self._next}"
         copy = msgspec.structs.replace(original, path=str(directory))
         _mark(directory, original.generation)
         try:

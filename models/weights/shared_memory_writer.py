@@ -1,7 +1,8 @@
 """Writing end of the weight slots: two Hugging Face directories in shared memory, overwritten in turns.
 
 Invariants:
-- each slot's file is allocated and mapped once; its header never changes, so any reader of safetensors can load it;
+- each slot's file is allocated and mapped once, and taken over where an owner was killed, since readers have it mapped;
+  its header never changes, so any reader of safetensors can load it;
 - the counter of a slot is odd from before the first byte of a write until after the last one, also if it fails;
 - the newest complete version is never the one being overwritten; a write that failed leaves it in place, and the next
   write takes the same slot again;
@@ -13,18 +14,19 @@ The caller must know whether readers have finished with the older slot: `next_pa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from models.disk import remove
 from models.errors import LayoutMismatch, SlotSpaceError, SourceError
 from models.families.source import copy_all_but_weights, files_by_name, read_hf_config
 from models.weights.layout import (
@@ -38,7 +40,7 @@ from models.weights.layout import (
     lay_out,
     read_layout,
 )
-from models.weights.shared_memory_reader import PIECE_BYTES, STATE_FILE, SlotManifest, digest_of, fold_digests
+from models.weights.shared_memory_reader import PIECE_BYTES, SLOT, STATE_FILE, SlotManifest, digest_of, fold_digests
 from models.weights.slot_directory import DirectoryLease
 
 if TYPE_CHECKING:
@@ -132,7 +134,7 @@ class SlotWriter:
         self._lease = None if leased else DirectoryLease(directory)
         self._next, self._slots = 0, list[_Slot]()
         try:
-            self._slots = [self._make_slot(directory / f"slot-{i}", source_checkpoint) for i in range(SLOTS)]
+            self._slots = [self._make_slot(directory / f"{SLOT}{i}", source_checkpoint) for i in range(SLOTS)]
         except BaseException:
             self.close()
             raise
@@ -153,7 +155,7 @@ class SlotWriter:
         seen: set[str] = set()
         coarsest = 8
         torch = sys.modules.get("torch")  # without it there is nothing to compute, and no graph of it
-        with torch.no_grad() if torch else nullcontext(), ThreadPoolExecutor(1, "digest") as thread:
+        with torch.no_grad() if torch else contextlib.nullcontext(), ThreadPoolExecutor(1, "digest") as thread:
             digests = _Digests(slot, thread)
             for name, tensor in tensors:
                 if name in self._tied:
@@ -180,7 +182,11 @@ class SlotWriter:
             self._lease.release()
 
     def _make_slot(self, path: Path, source: Path) -> _Slot:
-        path.mkdir(mode=0o700)
+        fits = _is_laid_out(path / WEIGHTS_FILE, self.layout)
+        for left in path.iterdir() if path.is_dir() else ():  # by an owner that was killed
+            if not fits or left.name not in (WEIGHTS_FILE, STATE_FILE):
+                remove(left)
+        path.mkdir(mode=0o700, exist_ok=True)
         try:
             copy_all_but_weights(source, path)
             return _Slot(path, self.layout)
@@ -231,9 +237,15 @@ def _slot_specs(source: Path) -> list[TensorSpec]:
     return specs
 
 
+def _is_laid_out(path: Path, layout: Layout) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size == layout.file_bytes and file.read(layout.data_start) == layout.header
+    return False
+
+
 def _allocated(path: Path, nbytes: int) -> mmap.mmap:
-    """A new file whose every byte is backed: a sparse one would end the writer with SIGBUS when memory runs out."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    """A file whose every byte is backed: a sparse one would end the writer with SIGBUS when memory runs out."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         return mmap.mmap(descriptor, 0)

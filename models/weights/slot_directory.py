@@ -57,8 +57,10 @@ def slots_directory(run_id: str, run_dir: Path, checkpoint: str, *, evaluated: b
 class DirectoryLease:
     """Ownership of a slot directory, from construction to `release`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, kept: str = OWNER_FILE) -> None:
         """Create `directory` (0700) and hold its lock. Takes over a dead owner's directory of the same name, emptied.
+
+        `kept` begins the names that stay: files that readers have mapped, which would lie in memory beside new ones.
 
         Waits for another process that is just removing it, at most SWEPT_S. Raises SlotDirectoryError if a live process
         owns it or if something else is in the way.
@@ -77,7 +79,7 @@ class DirectoryLease:
                     "run or give this one another name"
                 )
             time.sleep(0.01)
-        _empty(directory)
+        _empty(directory, kept)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
@@ -143,11 +145,11 @@ def _foreign(directory: Path) -> bool:
         return bool(names) and OWNER_FILE not in names
 
 
-def _empty(directory: Path) -> None:
-    """Remove all that a dead owner left, but the lock."""
+def _empty(directory: Path, kept: str = OWNER_FILE) -> None:
+    """Remove what a dead owner left, but the lock and names that begin with `kept`."""
     remove_listed(directory)
     for path in directory.iterdir():
-        if path.name != OWNER_FILE:
+        if not path.name.startswith((OWNER_FILE, kept)):
             remove(path)
 
 

@@ -31,7 +31,7 @@ from models.disk import read_file, remove
 from models.errors import SlotSpaceError
 from models.train.interface import TrainBackend, TrainSequence
 from models.weights.delta import DeltaStore, Published
-from models.weights.shared_memory_reader import SlotManifest
+from models.weights.shared_memory_reader import SLOT, SlotManifest
 from models.weights.slot_directory import DirectoryLease
 from stages.errors import UnprovenPolicy
 from stages.messages import PolicyProof, WeightsAnnouncement
@@ -138,7 +138,7 @@ class WeightPublisher:
         self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
         self._apart, self._evaluated = config.eval.apart, -1  # newest version for engines that evaluate alone
         self._write, self._prove = write, prove
-        self._lease = DirectoryLease(slots)
+        self._lease = DirectoryLease(slots, kept=SLOT)
         self._deltas: DeltaStore | None = None
         if self.transport == "delta":
             self._deltas = DeltaStore(Path(config.update.update_weight_delta_dir or run_dir / "weights"))

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from models.engines.embedded.model_spec import ModelSpec
 from models.errors import CheckpointUnavailable, WeightsRefused
 from models.families.source import CheckpointTensors
+from models.weights.shared_memory_reader import Mapped, keep_mapped
 
 # --------------------------------------------------------------------------------------------------
 # Live weights of a served model: allocated once, swapped in place from safetensors files.
@@ -73,12 +74,12 @@ class LiveWeights:
     def load(self, directory: Path) -> None:
         """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`."""
         try:
-            with CheckpointTensors(directory) as tensors:
-                self._check(directory, tensors)
-                for name, live in self.names.items():
-                    _copy(live, tensors.whole(name))
-                for spread, norm in self._derived:
-                    spread.copy_(norm.expand_as(spread))
+            tensors = _opened(directory)
+            self._check(directory, tensors)
+            for name, live in self.names.items():
+                _copy(live, tensors.whole(name))
+            for spread, norm in self._derived:
+                spread.copy_(norm.expand_as(spread))
         except CheckpointUnavailable as error:
             raise WeightsRefused(f"model_path={directory}: {error}") from error
         except (SafetensorError, OSError) as error:
@@ -174,6 +175,16 @@ class LiveWeights:
             self.names[f"{prefix}{part}.{kind}"] = tensor[start : start + rows]
             start += rows
         return tensor
+
+
+_mapped: Final[Mapped[CheckpointTensors]] = {}
+
+
+def _opened(directory: Path) -> CheckpointTensors:
+    """A checkpoint; its files are closed with the object."""
+    tensors = CheckpointTensors(directory)
+    file = next(iter(tensors.files.values()))  # all that a slot has
+    return keep_mapped(_mapped, 2, file, file.stat(), lambda: tensors)
 
 
 def _copy(live: torch.Tensor, stored: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ For in_place, where versions share a KV cache, so do the models of the reference
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import safetensors
 import torch
 
 from models.engines.client import EngineClient
@@ -235,6 +238,50 @@ async def test_prepared_weights_are_taken_without_a_load(checkpoints: Checkpoint
         assert found.log_probs == wanted.log_probs
         await engine.update_weights(str(checkpoints()), "w3", False)
         assert (await engine.checksums(), loads[1:]) == (before, ["embedded-engine"])
+
+
+def test_slots_stay_mapped_and_each_version_is_read_from_them(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints do not, and a file that takes another's place is another one."""
+    weights = Bench(checkpoints()).engine._weights
+    slots, sources = [tmp_path / f"slot-{index}" for index in range(2)], [checkpoints(seed=seed) for seed in range(3)]
+
+    opened: list[str] = []
+
+    def safe_open(path: Path, framework: str, original: Any = safetensors.safe_open) -> Any:
+        opened.extend([path.parent.name] if framework == "pt" else [])  # else only names are read
+        return original(path, framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", safe_open)
+
+    def mappings() -> int:
+        return len(re.findall(r" rw-p .*/model.safetensors\b", Path("/proc/self/maps").read_text()))
+
+    def loaded(source: Path, directory: Path) -> bool:
+        weights.load(directory)
+        return weights.checksums() == Bench(source).engine._weights.checksums()
+
+    before = mappings()
+    for slot, source in zip(slots, sources, strict=False):
+        shutil.copytree(source, slot)
+        assert loaded(source, slot)
+    assert mappings() == before + 2
+    opened.clear()
+    for version, slot in enumerate([*slots, *slots], 1):
+        file, source = slot / "model.safetensors", sources[version % 3]
+        with file.open("r+b") as written:  # as a trainer does, in place
+            written.write((source / "model.safetensors").read_bytes())
+        assert loaded(source, slot)
+    assert not [name for name in opened if name.startswith("slot-")]
+    shutil.copy(sources[2] / "model.safetensors", tmp_path / "new")
+    (tmp_path / "new").replace(slots[0] / "model.safetensors")
+    assert loaded(sources[2], slots[0])
+    (tmp_path / "late").mkdir()
+    for slot in (tmp_path / "late" / "slot-0", tmp_path / "late" / "slot-1"):
+        shutil.copytree(sources[2], slot)
+        assert loaded(sources[2], slot)
+    assert mappings() == before + 2, "those of the last trainer alone"
 
 
 @pytest.mark.parametrize("update", [("path", "w3"), ("other", "w2")])

@@ -284,24 +284,75 @@ def test_a_version_is_verified_once_for_all_that_share_the_process(
         assert sum(digested) == before + nbytes
 
 
-def test_a_version_that_is_verified_is_not_read_again(tmp_path: Path) -> None:
-    """To map its pages would take more than half the time of a copy."""
+def read_mappings(directory: Path) -> list[tuple[str, int]]:
+    """Address, and kB that are there, of each mapping of slots' weights that only reads, in the order of files."""
+    found = re.findall(
+        rf"(\w+)-\w+ r--s .*({directory}/.*/model.safetensors)(?: \(deleted\))?\n(?:.*\n)*?Rss: *(\d+) kB",
+        Path("/proc/self/smaps").read_text(),
+    )
+    return [(address, int(size)) for address, file, size in sorted(found, key=lambda one: one[1])]
 
-    def resident() -> list[int]:
-        """kB of each mapping of the slot that only reads."""
-        found = re.findall(
-            r"r--s .*slot-0/model.safetensors\n(?:.*\n)*?Rss: *(\d+) kB", Path("/proc/self/smaps").read_text()
-        )
-        return [int(size) for size in found]
 
+def test_a_slot_is_mapped_once_for_all_its_versions(tmp_path: Path) -> None:
+    """To map its pages takes more than half the time of a copy. Only the slots of one trainer stay mapped, and no other
+    directory: the pages of removed files would stay as long."""
     with slots_of(tmp_path) as writer:
-        manifest = publish(writer, 0)
-        first = SlotReader(manifest, anew=False)
-        [read] = resident()
+        SlotReader(publish(writer, 0), anew=False)
+        [(_, read)] = read_mappings(tmp_path)
         assert 1024 * read >= writer.layout.file_bytes
-        second = SlotReader(manifest, anew=False)
-        assert sorted(resident()) == [0, read]
-        del first, second
+        SlotReader(publish(writer, 1))
+        mapped = read_mappings(tmp_path)
+        assert len(mapped) == 2
+        for version in range(2, 5):
+            manifest = publish(writer, version)
+            found = {spec.name: bytes(data) for spec, data in SlotReader(manifest).tensors()}
+            assert found == {name: tensor.numpy().tobytes() for name, tensor in values(version).items()}
+            assert read_mappings(tmp_path) == mapped
+        kept = tmp_path / "evaluated-4"
+        shutil.copytree(manifest.path, kept)
+        SlotReader(msgspec.structs.replace(manifest, path=str(kept)))
+        assert read_mappings(tmp_path) == mapped
+        path = Path(manifest.path) / "model.safetensors"
+        (tmp_path / "other").write_bytes(path.read_bytes())
+        (tmp_path / "other").replace(path)
+        SlotReader(manifest)
+        assert read_mappings(tmp_path) != mapped, "another file of the same name"
+    (tmp_path / "next").mkdir()
+    with slots_of(tmp_path / "next") as writer:
+        for version in range(2):
+            SlotReader(publish(writer, version))
+        assert len(read_mappings(tmp_path)) == 2, "those of the last trainer"
+
+
+def test_slots_of_a_killed_owner_are_taken_over_if_they_fit(tmp_path: Path) -> None:
+    """Readers have their files mapped: new ones would lie in memory beside them. What it published stays readable until
+    it is overwritten, and then it is torn."""
+    source = checkpoint(tmp_path / "source")
+    killed = SlotWriter(tmp_path / "slots", source)
+    published = [publish(killed, version) for version in range(3)]
+    (tmp_path / "slots" / "slot-0" / "config.json").write_text("cut")
+    (tmp_path / "slots" / "evaluated-2").mkdir()
+    before = [(Path(one.path) / "model.safetensors").stat().st_ino for one in published]
+    os.close(killed._lease._lock)  # as the kernel does when it is killed
+    lease = slot_directory.DirectoryLease(tmp_path / "slots", kept="slot-")
+    assert sorted(os.listdir(lease.directory)) == ["owner.pid", "slot-0", "slot-1"]
+    writer = SlotWriter(lease.directory, source, leased=True)
+    assert (tmp_path / "slots" / "slot-0" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    SlotReader(published[2])
+    manifests = [publish(writer, version) for version in range(5, 7)]
+    assert [(Path(one.path) / "model.safetensors").stat().st_ino for one in manifests] == before[:2]
+    assert [one.generation for one in manifests] == [6, 4]
+    for torn in published[1:]:
+        with pytest.raises(errors.TornWeights):
+            SlotReader(torn)
+    for manifest in manifests:
+        SlotReader(manifest)
+    for name, tensor in (("w", torch.ones(3)), ("v", torch.ones(3)), ("v", torch.ones(67))):  # two of one size
+        other = checkpoint(tmp_path / f"{name}{len(tensor)}", {name: tensor})
+        new = SlotWriter(lease.directory, other, leased=True).write(9, 0, iter([(name, tensor)]))
+        assert new.generation == 2
+        SlotReader(new)
+    lease.release()
 
 
 def count_digests(monkeypatch: pytest.MonkeyPatch, end: str) -> list[int]:
