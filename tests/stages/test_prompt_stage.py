@@ -158,6 +158,18 @@ async def test_group_after_group_without_training_is_an_error_with_its_reasons()
                 await one.report(Settled(group_id, "filtered", why))
 
 
+async def test_reasons_are_those_since_a_batch_was_trained() -> None:
+    config = make_config(filter={"max_filter_rounds": 2})
+    with ended_by(Starved, r"3 groups in a row were not trained \(3 x filtered: zero_std_1\); "):
+        async with prompting(batch=1, eta=0, config=config) as one:
+            await one.land(0)
+            await one.report(Settled(0, "filtered", "zero_std_0"))
+            await one.report(step_done(1, 1))
+            for group_id in (2, 3, 4):
+                await one.land(1)
+                await one.report(Settled(group_id, "filtered", "zero_std_1"))
+
+
 async def test_duplicate_reports_change_nothing() -> None:
     async with prompting(batch=2, eta=0) as one:
         assert await one.admitted_at(0) == [0, 1]

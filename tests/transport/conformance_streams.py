@@ -64,6 +64,12 @@ class StreamConformance:
         assert (refused.stream, refused.key, refused.reason) == ("jobs", "1/1", "wrong number")
         assert msgspec.msgpack.decode(refused.body, type=Job) == Job(1)
 
+    async def test_a_window_that_admits_nothing_is_refused(self, net: Net) -> None:
+        async with net.stream() as (node, hub):
+            for window in ({"window_items": 0}, {"window_bytes": 0}):
+                with pytest.raises(UsageError, match="admits nothing; use at least 1 of each"):
+                    await node.inlet(hub.address, "jobs", Job, **window)
+
     async def test_cancelled_receives_lose_nothing(self, net: Net) -> None:
         async with net.stream() as (node, hub):
             inlet = await node.inlet(hub.address, "jobs", Job, window_items=4)

@@ -301,6 +301,9 @@ def test_a_run_may_open_as_many_files_as_its_user() -> None:
     script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     messages = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert messages.stdout == "(500, 500)\n", messages.stderr
+    script = script.replace("raise_file_limit(9)", "raise_file_limit(200)")  # of 72 files, and 4 for each process
+    refused = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "is too low for this run, which needs 872: raise it" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ That of a whole run: tests/pipeline/control/test_changed_runs.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
@@ -29,7 +30,7 @@ from pipeline.errors import UsageError
 from pipeline.facts.run_directory import ServerInfo
 from pipeline.facts.stats import StageStats
 from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
-from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
+from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, refusal, write
 from stages.messages import EVAL_BASE
 from stages.topic_values import EVALUATION, EngineAddress, EngineEntry
 from tests.other_programs import free_port
@@ -165,6 +166,9 @@ async def test_a_port_in_use_is_one_sentence_and_a_web_page_cannot_read_the_figu
         with pytest.raises(UsageError, match=f"--prometheus-port {port} is in use on 127.0.0.1; .*another port"):
             async with endpoint("127.0.0.1", port, facts):
                 pass
+    assert refusal("127.0.0.1", 80, PermissionError(errno.EACCES, "Permission denied")) == (
+        "--prometheus-port 80 is not allowed to this user; choose a port above 1023"
+    )
     with pytest.raises(UsageError, match="check --prometheus-host"):
         async with endpoint("192.0.2.1", port, facts):
             pass

@@ -101,6 +101,7 @@ async def test_what_fails_fails_its_rollout_and_earns_nothing(tiny: Path, faults
             assert words in (sample.error or "")
             neighbour = await play.turn(neighbour)
             assert only(neighbour).response.endswith(f"7\n[{group + 1}]"), "its neighbour goes on"
+        assert play.stages[0].activity.failures == len(faults)
 
 
 @pytest.mark.parametrize("fault", ["kill", slowly("infrastructure"), slowly("block")])

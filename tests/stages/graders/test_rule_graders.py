@@ -19,6 +19,7 @@ from stages.graders.math.compat import NotArithmetic, compat_equal, equal_values
 from stages.graders.math.equality import same_answer
 from stages.graders.math.final_line import label_number, last_number, marked_number, math_dapo_compute_score
 from stages.graders.math.mathematics import SYMBOLIC_S, prepare
+from stages.graders.math.reading import MAX_DEPTH, UnreadableError, read
 from stages.graders.registry import choose_auto, find_grader, grade_request, refusal
 from stages.graders.synthetic import parse_durations, uniform
 from stages.workers.serve import CpuLimitError, cpu_limit
@@ -198,6 +199,13 @@ class Scalar:
         return 0.25
 
 
+class Text(Scalar):
+    """An array of one text."""
+
+    def item(self) -> Any:
+        return "7"
+
+
 @pytest.mark.parametrize(
     ("value", "score"), [(1, 1.0), (0.5, 0.5), (True, 1.0), (Scalar(), 0.25), ({"score": Scalar()}, 0.25)]
 )
@@ -215,6 +223,7 @@ def test_what_a_grader_may_return(value: object, score: float) -> None:
     ({"score": 1, "part": [1]}, "'part' in the grader's dict is list"),
     ({"score": 1, "is_correct": 1}, "'is_correct' in the grader's dict is int"),
     ([1.0], "returned list"),
+    (Text(), "returned Text"),
     (Grade(float("inf")), "'score' is inf"),
 ])  # fmt: skip
 def test_what_a_grader_may_not_return(value: Any, words: str) -> None:
@@ -224,6 +233,14 @@ def test_what_a_grader_may_not_return(value: Any, words: str) -> None:
 
 
 # The graders of mathematics: pairs of answers and labels for `math`, and the arithmetic of `math:compat`.
+
+
+def test_brackets_that_nothing_closes_and_trees_without_end_are_not_read() -> None:
+    assert same_answer("(3", "3") is same_answer(r"\frac{1", "1") is False
+    for opening, closing in ("(1,", ")"), (r"\{", r"\}"), ("(", ")"):
+        read(opening * MAX_DEPTH + "1" + closing * MAX_DEPTH)
+        with pytest.raises(UnreadableError, match="nested too deeply"):
+            read(opening * (MAX_DEPTH + 1) + "1" + closing * (MAX_DEPTH + 1))
 
 
 TABLE = Path(__file__).with_name("answers.txt").read_text()
