@@ -226,6 +226,18 @@ def test_frozen_engines_are_planned_and_counted() -> None:
     assert "frozen-judge x1   not started here, asked at http://localhost:3000" in text
 
 
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--engine sglang", "router       x1   sglang-router in a process of its own"),
+    ("--engine sglang --router smg", "router       x1   smg in a process of its own"),
+    ("--router-address http://localhost:3000", "router       x1   sglang-router, not started here, asked at http://localhost"),
+    ("", ""),
+])  # fmt: skip
+def test_the_router_is_named(argv: str, words: str) -> None:
+    text = render(make_plan(planned(argv)))
+    assert words in text
+    assert ("router" in text) is bool(words)
+
+
 def test_the_memory_of_a_frozen_engine_is_that_of_its_own_model(tmp_path: Path) -> None:
     for name, shape in (("policy", QWEN3_06B), ("teacher", QWEN3_8B)):
         (tmp_path / name).mkdir()

@@ -133,9 +133,6 @@ def test_tensorboard_hides_the_steps_after_the_resumed_one(tmp_path: Path) -> No
     first = TensorBoardMetrics(tmp_path)
     for step in range(1, 6):
         first.write(step, {"x": float(step)}, wall_s=step, trained_tokens=0)
-        accumulator = EventAccumulator(str(tmp_path))
-        accumulator.Reload()
-        assert accumulator.Scalars("x")[-1].step == step, "while the run goes on"
     first.close()
     events = next(tmp_path.iterdir())
     events.rename(events.with_name(events.name.replace("tfevents.", "tfevents.0")))  # read first, whatever the clock
