@@ -27,7 +27,7 @@ from pipeline.record.recorder import Recorder
 from stages.sample_log import SAMPLES_FILE
 
 
-def conclude(recorder: Recorder, config: Config, reason: str) -> summaries.RunSummary:
+def conclude(recorder: Recorder, config: Config, reason: str) -> None:
     """Write what the run leaves behind and print where it is."""
     rundir = recorder.rundir
     summary = summarise(recorder, config, reason)
@@ -57,7 +57,6 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> summaries.RunSu
     text = summaries.closing_text(summary, made, rundir.tensorboard if config.observe.use_tensorboard else None, resume)
     sys.stdout.write(f"{visible(text)}\n")
     log_line(visible(text))
-    return summary
 
 
 def engines_of(recorder: Recorder, config: Config) -> summaries.EngineSummary:

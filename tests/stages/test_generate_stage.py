@@ -235,7 +235,7 @@ def test_a_batch_tells_of_reuse_replacement_and_drafts() -> None:
 REQUEST = SampleRequest(SamplingParams(max_new_tokens=2), [1, 2])
 WIRE = GenerateRequest(input_ids=[1, 2], sampling_params=SamplingParams(max_new_tokens=2), return_logprob=True)
 SENT = Sent(AnswerLimits.of(WIRE, 50), met="7.3", generation="7", newest=5)
-NO_VERSIONS = ["default", "3", "", "1.x", "1.", "1.-2", "7.99999999999999", "7.²"]
+NO_VERSIONS = ["default", "3", "", "1.x", "1.", "1.-2", "1.1234567890", "7.99999999999999", "7.²"]
 UNSETTLED = Sent(AnswerLimits.of(WIRE, 50), generation="7", oldest=2, newest=5)  # an update is under way
 
 

@@ -430,3 +430,8 @@ async def test_all_who_wait_or_hold_slots_may_be_cancelled_at_once() -> None:
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
     assert (slots.taken, slots.queued) == (0, 0)
+
+
+def test_the_pause_doubles_with_each_loss_up_to_a_limit() -> None:
+    pauses = [RetryState(count=count).pause_s for count in range(8)]
+    assert pauses == pytest.approx([0.2, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
