@@ -25,6 +25,19 @@ async def test_the_oldest_groups_here_are_trained_first(training: Training) -> N
         assert (one.backend.batches, one.backend.calls) == ([[1, 3], [4, 5]], 2), "what is there goes in one call"
 
 
+async def test_a_quarter_of_a_batch_is_computed_while_the_rest_is_on_its_way(training: Training) -> None:
+    """And what is here goes to the backend at once, which may fill a micro-batch with it."""
+    async with training(batch=8) as one:
+        log = one.backend.log
+        for group in range(2):
+            await one.send(make_slice(group))
+            await until(lambda group=group: f"group {group}" in log)
+        await until(lambda: "flush" in log)
+        assert log.index("flush") > log.index("group 1"), "one of eight waits"
+        await one.send(*map(make_slice, range(2, 8)))
+        assert (await one.report(StepDone)).groups == tuple(range(8))
+
+
 async def test_a_group_is_trained_once_however_often_it_is_delivered(training: Training) -> None:
     async with training(batch=1, total=2, hold=["begin"]) as one:
         await one.begin_with(make_slice(0), make_slice(0))
