@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, MagicMock
 
 import msgspec
 import pytest
@@ -20,13 +22,15 @@ from configs.load import load
 from configs.schema import Config
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
+from pipeline.hosts import worker
 from pipeline.hosts.launcher import ProcessSpec, shared_files
 from pipeline.hosts.machine import living
 from pipeline.hosts.ray.actor import PlacedActor, ProcessActor, RayHandle, interface_of
 from pipeline.hosts.ray.cluster import NotStarted
 from pipeline.hosts.ray.launcher import RayLauncher
 from pipeline.hosts.ray.placement import Node, PlacementGroup, RayPlacement, ResourceNeeds, Strategy, divide
-from pipeline.hosts.worker import TRAINER_LOCK, only_trainer
+from pipeline.hosts.worker import TRAINER_LOCK, ReplicaSpec, only_trainer
+from stages.base import TrainOptions
 
 
 def config(*flags: str) -> Config:
@@ -534,6 +538,28 @@ async def test_a_train_stage_waits_for_the_end_of_the_one_before(
         await begun.wait()
     with (tmp_path / TRAINER_LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("host", ["", "192.0.2.1"])
+async def test_a_train_stage_that_others_may_replace_holds_its_place_while_it_runs(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, ran = MagicMock(), list[ReplicaSpec]()
+    entry.serving_node.return_value.__aenter__.return_value.topic = AsyncMock()
+    spec = ReplicaSpec("train", "train-0", "x:X", 0, 1, 1, str(tmp_path), {}, {}, built_in=TrainOptions(), host=host)
+
+    async def run(spec: ReplicaSpec, *_: object) -> None:
+        with (tmp_path / TRAINER_LOCK).open("w") as other:
+            held = pytest.raises(BlockingIOError) if host else contextlib.nullcontext()
+            with held:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ran.append(spec)
+
+    monkeypatch.setattr(worker, "run_replica", run)
+    monkeypatch.setattr(worker.rendezvous, "read", AsyncMock(return_value=(spec, Config())))
+    monkeypatch.setattr(worker.rendezvous, "trainers_place", lambda *_: TrainOptions(slots="here"))
+    await worker._run_replica_process(entry, "train-0")
+    assert [one.built_in for one in ran] == [TrainOptions(slots="here")]
 
 
 @pytest.mark.parametrize("begun", [False, True])

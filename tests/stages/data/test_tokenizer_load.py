@@ -24,6 +24,9 @@ TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
     {%- generation %}<|im_start|>{{ message.role }}{{ message.reasoning_content }}{{ message.thinking }}
 {{ message.content }}<|im_end|>
 {% endgeneration %}
+    {% if message.thinking %}
+  thought
+    {% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking is defined and not enable_thinking %} (quiet){% endif %}
