@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import numpy as np
 import pytest
 import tokenizers
@@ -249,7 +250,9 @@ async def test_a_second_group_of_a_prompt_is_a_duplicate() -> None:
 
 
 async def test_a_whole_group_is_graded_when_its_last_rollout_has_come() -> None:
-    """One of an evaluation as well; a group in training of the same number is another one."""
+    """One of an evaluation as well; a group in training of the same number is another one. The graders end with the
+    stage."""
+    before = set(psutil.Process().children())
     group_rm = {"group_rm": True, "custom_rm_path": f"{PARTS}:best_of_group", "reward_workers": 1}
     async with open_desk(make_config(reward=group_rm)) as one:
         evaluated = await one.rig.inlet("evaluate")
@@ -261,6 +264,9 @@ async def test_a_whole_group_is_graded_when_its_last_rollout_has_come() -> None:
         await one.send(make_slice(0, make_sample(1, response="abc"), make_sample(2, response="ab"), n_samples=3))
         assert [s.reward for s in (await take(one.out)).samples] == [0.0, 1.0, 0.0]
         await one.rig.hubs["group"].wait_empty()
+        graders = set(psutil.Process().children()) - before
+        assert graders
+    assert not any(grader.is_running() for grader in graders)
 
 
 # samples.jsonl: what is in a line, how large the file becomes, and what killed and resumed writers do to it.
