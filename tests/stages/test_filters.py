@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import numpy as np
+import psutil
 import pytest
 import tokenizers
 from hypothesis import given
