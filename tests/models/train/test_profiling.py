@@ -20,6 +20,7 @@ from models.train.profiling import Profiler
 from tests.models.train.rig import make_sequences
 
 
+@pytest.mark.slow
 def test_a_profile_holds_the_batches_of_its_window_and_no_other(tiny: Path, tmp_path: Path) -> None:
     train = TrainConfig(hf_checkpoint=str(tiny), train_device="cpu")
     debug = DebugConfig(use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)

@@ -128,6 +128,7 @@ def facts_of(log: Path) -> dict[str, Any]:
     return json.loads(next(line for line in log.read_text().splitlines() if line.startswith("{")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["kill", "cancel"])
 def test_a_copy_is_as_a_process_that_was_started(tmp_path: Path, way: str) -> None:
     for name, text in (("facts", FACTS), ("driver", DRIVER)):

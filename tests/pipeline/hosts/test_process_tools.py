@@ -121,6 +121,7 @@ async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -
             name.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 async def test_what_torch_left_in_shared_memory_goes_when_a_killed_stage_starts_again(rundir: RunDir) -> None:
     script = """
         import time

@@ -67,6 +67,7 @@ def kept_by_wandb(run_dir: Path, count: int) -> list[dict[str, Any]]:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_every_finite_value_and_a_resumed_run_goes_on_in_its_run(tmp_path: Path) -> None:
     """Also from an earlier step."""
     pytest.importorskip("wandb")
