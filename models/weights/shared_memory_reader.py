@@ -138,7 +138,8 @@ def fold_digests(digests: Iterable[bytes]) -> str:
 
 
 def keep_mapped(known: Mapped[T], most: int, path: Path, status: os.stat_result, make: Callable[[], T]) -> T:
-    """What `make` maps of a slot's file, once for all its versions, and kept for the `most` files that were used last.
+    """What `make` maps of a slot's file, once for all its versions, and kept for the `most` files that were used last,
+    which are those of two slots.
 
     To make the pages of a mapping, and to take them apart, takes longer than to copy what is in them.
     """

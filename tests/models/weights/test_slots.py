@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import errors
 from models.tiny import TinyRecipe, make_tiny_checkpoint
-from models.weights import slot_directory
+from models.weights import shared_memory_reader, slot_directory
 from models.weights.layout import (
     ELEMENT_BYTES,
     TORCH_NAMES,
@@ -352,6 +352,28 @@ def test_slots_of_a_killed_owner_are_taken_over_if_they_fit(tmp_path: Path) -> N
         new = SlotWriter(lease.directory, other, leased=True).write(9, 0, iter([(name, tensor)]))
         assert new.generation == 2
         SlotReader(new)
+    lease.release()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_starts_again_needs_no_room_beside_slots_that_are_mapped(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is removed stays on the disk as long as a reader has it mapped."""
+    monkeypatch.setattr(shared_memory_reader, "_mapped", {})  # those of this test end with it
+    tensors = {"w": torch.zeros(8 << 20)}  # 32 MiB, and two slots on a disk of 80
+    source = checkpoint(small_disk.parent / "large", tensors)
+    killed = SlotWriter(small_disk / "slots", source)
+    published = [killed.write(version, 0, iter(tensors.items())) for version in range(2)]
+    readers = [SlotReader(manifest) for manifest in published]
+    os.close(killed._lease._lock)  # as the kernel does when it is killed
+    killed._slots.clear()
+    lease = slot_directory.DirectoryLease(small_disk / "slots", kept="slot-")
+    writer = SlotWriter(lease.directory, source, leased=True)
+    SlotReader(writer.write(7, 0, iter([("w", torch.ones(8 << 20))])))
+    with pytest.raises(errors.TornWeights):
+        readers[0].check()
+    readers[1].check()
     lease.release()
 
 
