@@ -3,7 +3,7 @@
 Invariants:
 - a `SlotReader` exists only if the slot held exactly the announced bytes and was not touched meanwhile;
 - the digest is a fold of the digests of pieces of `PIECE_BYTES`, so that pieces are digested beside each other, and
-  beside the copies that fill the next ones; a process may share one verification among its engines (`anew=False`);
+  while what was copied is in the cache; a process may share one verification among its engines (`anew=False`);
 - a copy of its tensors may be used only after its `check()`: the counter shows whether a writer was active between the
   verification and the end of the copy.
 
@@ -37,8 +37,8 @@ from models.weights.slot_directory import DirectoryLease
 
 STATE_FILE: Final = "slot.state"  # the generation, one uint64
 SLOT, COPY = "slot-", "copy-"  # begin the names of directories that hold one version after the other
-PIECE_BYTES: Final = 16 << 20  # of the tensor bytes; part of the definition of the digest
-_WORKERS: Final = min(4, os.cpu_count() or 1)  # threads that verify
+PIECE_BYTES: Final = 4 << 20  # of the tensor bytes; part of the definition of the digest
+THREADS: Final = min(4, os.cpu_count() or 1)  # that copy and digest a version
 T = TypeVar("T")
 Mapped = dict[Path, tuple[tuple[int, ...], T]]  # files of slots and their identity, in the order of their use
 
@@ -116,7 +116,7 @@ class SlotReader:
 
     def _check_digest(self) -> None:
         data = self._data[self.layout.data_start :]
-        with ThreadPoolExecutor(_WORKERS, "verify") as pool:
+        with ThreadPoolExecutor(THREADS, "verify") as pool:
             starts = range(0, len(data), PIECE_BYTES)
             found = fold_digests(pool.map(lambda start: digest_of(data[start : start + PIECE_BYTES]), starts))
         if found != self._claim.digest:

@@ -7,7 +7,7 @@ Invariants:
 - the newest complete version is never the one being overwritten; a write that failed leaves it in place, and the next
   write takes the same slot again;
 - the announcement (the returned manifest) exists only after the write has finished;
-- every byte is copied once, and read once more for its digest, by a second thread beside the copies that follow.
+- every byte is copied once, and read once more for its digest, as soon as its piece is whole; several threads do so.
 
 The caller must know whether readers have finished with the older slot: `next_path` is the slot of the next write.
 """
@@ -19,10 +19,12 @@ import errno
 import mmap
 import os
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -40,13 +42,23 @@ from models.weights.layout import (
     lay_out,
     read_layout,
 )
-from models.weights.shared_memory_reader import PIECE_BYTES, SLOT, STATE_FILE, SlotManifest, digest_of, fold_digests
+from models.weights.shared_memory_reader import (
+    PIECE_BYTES,
+    SLOT,
+    STATE_FILE,
+    THREADS,
+    SlotManifest,
+    digest_of,
+    fold_digests,
+)
 from models.weights.slot_directory import DirectoryLease
 
 if TYPE_CHECKING:
     import torch
 
 SLOTS: Final = 2
+ASIDE_BYTES: Final = 1 << 20  # what is less is not worth another thread
+AHEAD: Final = 4 * THREADS  # pieces that wait for one
 
 Exported = Iterator[tuple[str, "torch.Tensor | StoredTensor"]]  # names and tensors of one version
 
@@ -69,21 +81,19 @@ class _Slot:
         counter = int(self.state[0])
         self.state[0] = counter + 2 if counter % 2 else counter + 1
 
-    def put(self, place: TensorRange, tensor: torch.Tensor | StoredTensor) -> None:
-        """Copy a tensor to its place: bytes as they are, a tensor of torch in the type of the layout."""
+    def ends(self, place: TensorRange, tensor: torch.Tensor | StoredTensor) -> tuple[Any, Any]:
+        """A tensor's place and its values, both flat, of elements of one size: bytes, where nothing is cast."""
         if isinstance(tensor, StoredTensor):
-            self._map[place.start : place.end] = tensor.data
-            return
+            return self.bytes[place.start : place.end], np.frombuffer(tensor.data, np.uint8)
         import torch  # loaded already by the maker of the tensor
 
         from models.weights.transfer import tensor_view
 
-        target = tensor_view(self._map, place.spec, place.start)
-        if tensor.device.type == "cpu" and tensor.dtype == target.dtype and tensor.is_contiguous():
-            # One thread of numpy copies twice as fast as one of torch.
-            np.copyto(self.bytes[place.start : place.end], tensor.reshape(-1).view(torch.uint8).numpy())
-        else:
-            target.copy_(tensor)
+        target, flat = tensor_view(self._map, place.spec, place.start).view(-1), tensor.detach().reshape(-1)
+        if flat.device.type != "cpu" or flat.dtype != target.dtype:
+            return target, flat
+        # One thread of numpy copies as fast as two of torch.
+        return self.bytes[place.start : place.end], flat.view(torch.uint8).numpy()
 
     def finish(self) -> int:
         """The new generation."""
@@ -91,27 +101,45 @@ class _Slot:
         return int(self.state[0])
 
 
-class _Digests:
-    """Digests of one write: each piece of a slot goes to another thread as soon as all its bytes are there."""
+class _Filling:
+    """One write: tensors are copied in pieces by several threads, and each piece is digested once it is whole."""
 
-    def __init__(self, slot: _Slot, thread: ThreadPoolExecutor) -> None:
-        self._base, self._thread = slot.data_start, thread
+    def __init__(self, slot: _Slot, threads: ThreadPoolExecutor) -> None:
+        self._slot, self._threads = slot, threads
         self._pieces = [slot.data[start : start + PIECE_BYTES] for start in range(0, len(slot.data), PIECE_BYTES)]
         self._missing = [len(piece) for piece in self._pieces]  # bytes
-        self._digests: dict[int, Future[bytes]] = {}
+        self._digests = [b""] * len(self._pieces)
+        self._one = threading.Lock()
+        self._copies: deque[Future[None]] = deque()
 
-    def written(self, place: TensorRange) -> None:
-        """A tensor has been copied to its place."""
-        start, end = place.start - self._base, place.end - self._base
+    def put(self, place: TensorRange, tensor: torch.Tensor | StoredTensor) -> None:
+        """Copy it to its place. Waits while many copies are under way: a tensor may exist for its copy alone."""
+        target, source = self._slot.ends(place, tensor)
+        start, end = place.start - self._slot.data_start, place.end - self._slot.data_start
         for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES)):
-            begin = number * PIECE_BYTES
-            self._missing[number] -= min(end, begin + PIECE_BYTES) - max(start, begin)
-            if not self._missing[number]:
-                self._digests[number] = self._thread.submit(digest_of, self._pieces[number])
+            begin, stop = max(start, number * PIECE_BYTES), min(end, (number + 1) * PIECE_BYTES)
+            part = slice((begin - start) // target.itemsize, (stop - start) // target.itemsize)
+            if stop - begin < ASIDE_BYTES:
+                self._copy(number, stop - begin, target[part], source[part])
+            else:
+                if len(self._copies) > AHEAD:
+                    self._copies.popleft().result()
+                self._copies.append(self._threads.submit(self._copy, number, stop - begin, target[part], source[part]))
 
     def folded(self) -> str:
         """The digest of the slot, once all tensors are written. Waits for the last pieces."""
-        return fold_digests(self._digests[number].result() for number in range(len(self._pieces)))
+        for copy in self._copies:
+            copy.result()
+        return fold_digests(self._digests)
+
+    def _copy(self, number: int, nbytes: int, target: Any, source: Any) -> None:
+        """A part of a tensor, which lies in one piece."""
+        target.copy_(source) if hasattr(target, "copy_") else np.copyto(target, source)
+        with self._one:
+            self._missing[number] -= nbytes
+            whole = not self._missing[number]
+        if whole:
+            self._digests[number] = digest_of(self._pieces[number])
 
 
 class SlotWriter:
@@ -155,14 +183,13 @@ class SlotWriter:
         seen: set[str] = set()
         coarsest = 8
         torch = sys.modules.get("torch")  # without it there is nothing to compute, and no graph of it
-        with torch.no_grad() if torch else contextlib.nullcontext(), ThreadPoolExecutor(1, "digest") as thread:
-            digests = _Digests(slot, thread)
+        with torch.no_grad() if torch else contextlib.nullcontext(), ThreadPoolExecutor(THREADS, "slot") as threads:
+            filling = _Filling(slot, threads)
             for name, tensor in tensors:
                 if name in self._tied:
                     continue  # shares the storage of a tensor that is written under its own name
                 place = _place(slot, name, tensor, seen, version)
-                slot.put(place, tensor)
-                digests.written(place)
+                filling.put(place, tensor)
                 seen.add(name)
                 coarsest = min(coarsest, ELEMENT_BYTES[place.spec.dtype], _element_bytes(tensor))
         missing = slot.tensors.keys() - seen
@@ -171,7 +198,7 @@ class SlotWriter:
                 f"version {version} lacks {len(missing)} of {len(slot.tensors)} tensors, {min(missing)!r} among them; "
                 "export exactly the names of the source checkpoint"
             )
-        manifest = SlotManifest(run_generation, version, str(slot.path), digests.folded(), slot.finish(), coarsest)
+        manifest = SlotManifest(run_generation, version, str(slot.path), filling.folded(), slot.finish(), coarsest)
         self._next = (self._next + 1) % SLOTS
         return manifest
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from models.engines.embedded.model_spec import ModelSpec
 from models.errors import CheckpointUnavailable, WeightsRefused
 from models.families.source import CheckpointTensors
-from models.weights.shared_memory_reader import Mapped, keep_mapped
+from models.weights.shared_memory_reader import THREADS, Mapped, keep_mapped
 
 # --------------------------------------------------------------------------------------------------
 # Live weights of a served model: allocated once, swapped in place from safetensors files.
@@ -76,8 +77,9 @@ class LiveWeights:
         try:
             tensors = _opened(directory)
             self._check(directory, tensors)
-            for name, live in self.names.items():
-                _copy(live, tensors.whole(name))
+            with ThreadPoolExecutor(THREADS, "load") as threads:
+                for _ in threads.map(lambda name: _copy(self.names[name], tensors.whole(name)), self.names):
+                    pass
             for spread, norm in self._derived:
                 spread.copy_(norm.expand_as(spread))
         except CheckpointUnavailable as error:
