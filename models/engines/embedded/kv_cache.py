@@ -29,25 +29,28 @@ KEY_BLOCK = {"cpu": 16, "cuda": 128}
 
 
 class KVCache:
-    """Keys and values [layers, slots, capacity, 2 * kv_heads, head_dim]: those of a token lie together, keys first."""
+    """Keys and values [layers, slots, 2 * kv_heads, capacity, head_dim]: those of a head lie together, keys first, as
+    attention reads them one head after the other, and of many tokens where it writes one."""
 
     def __init__(self, spec: ModelSpec, slots: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spec = spec
         self.slots, self.device = slots, device
         self.scratch = max_len
         self.capacity = max_len + 1
+        self.slot_places = 2 * spec.shape.kv_heads * self.capacity  # from one slot to the next
         self.dtype = dtype
         self.allocate()
         self._arange = torch.arange(self.capacity, device=device)
+        self._heads = torch.arange(0, self.slot_places, self.capacity, device=device)
 
     def allocate(self) -> None:
         """Allocate the memory, all zero."""
         shape = self.spec.shape
-        sizes = (shape.layers, self.slots, self.capacity, 2 * shape.kv_heads, shape.head)
+        sizes = (shape.layers, self.slots, 2 * shape.kv_heads, self.capacity, shape.head)
         self.kv = _zeros(sizes, self.device, self.dtype)
-        # By layer: token by token, as [slots * capacity, ...], to write; [slots, kv_heads, capacity, head_dim] to read.
-        self._written = list(self.kv.flatten(1, 2).unbind())
-        self._read = [tuple(layer.transpose(1, 2).chunk(2, dim=1)) for layer in self.kv.unbind()]
+        # By layer: [slots * 2 * kv_heads * capacity, head_dim] to write; [slots, kv_heads, capacity, head_dim] to read.
+        self._written = list(self.kv.flatten(1, 3).unbind())
+        self._read = [tuple(layer.chunk(2, dim=1)) for layer in self.kv.unbind()]
         self._window = slice(0), 0
         self._windows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -59,14 +62,15 @@ class KVCache:
     def copy_prefix(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of slots to other slots, all at once (a target may be a source too)."""
         src, dst = torch.tensor((sources, targets), device=self.device)
-        self.kv[:, dst, :length] = self.kv[:, src, :length]
+        self.kv[:, dst, :, :length] = self.kv[:, src, :, :length]
 
     def prefill(self, places: torch.Tensor, rows: int) -> Attend:
         """Whole prompts from position 0: `rows` right-padded rows attend causally to themselves. `places` [N], here and
-        below: where the tokens go, slot * capacity + position."""
+        below: where the tokens go, slot * slot_places + position."""
+        written = self._by_head(places)
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            self._written[layer].index_copy_(0, places, kv)
+            self._written[layer].index_copy_(0, written, kv.reshape(len(written), -1))
             k, v = _by_head(kv, rows).chunk(2, dim=1)
             out = F.scaled_dot_product_attention(_by_head(q, rows), k, v, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).reshape(len(q), -1)
@@ -75,11 +79,11 @@ class KVCache:
 
     def extend(self, places: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, longest: int) -> Attend:
         """Rows that begin behind a cached prefix: [R, T] new tokens attend to their slot up to their own position."""
-        keys = self.rounded(longest)
+        written, keys = self._by_head(places), self.rounded(longest)
         mask = (self._arange[:keys] <= positions.unsqueeze(-1)).unsqueeze(1)  # [R, 1, T, keys]
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            self._written[layer].index_copy_(0, places, kv)
+            self._written[layer].index_copy_(0, written, kv.reshape(len(written), -1))
             k, v = (part[:, :, :keys].index_select(0, slots) for part in self._read[layer])
             out = F.scaled_dot_product_attention(_by_head(q, len(slots)), k, v, attn_mask=mask, enable_gqa=True)
             return out.transpose(1, 2).reshape(len(q), -1)
@@ -88,7 +92,7 @@ class KVCache:
 
     def decode(self, places: torch.Tensor, slots: torch.Tensor | slice, positions: torch.Tensor, keys: int) -> Attend:
         """One new token per row, which sees at most `keys` positions. A slice of the slots needs no gathering copy."""
-        kv_heads, width = self.spec.shape.kv_heads, self.spec.shape.head
+        kv_heads, width, written = self.spec.shape.kv_heads, self.spec.shape.head, self._by_head(places)
         if isinstance(slots, slice) and self._window != (slots, keys):  # they stay the same for many steps
             self._window = slots, keys
             self._windows = [(k[slots, :, :keys], v[slots, :, :keys]) for k, v in self._read]
@@ -96,7 +100,7 @@ class KVCache:
         mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            self._written[layer].index_copy_(0, places, kv)
+            self._written[layer].index_copy_(0, written, kv.reshape(len(written), -1))
             if isinstance(slots, slice):
                 k, v = self._windows[layer]
             else:
@@ -106,6 +110,10 @@ class KVCache:
             return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(len(q), -1)
 
         return attend
+
+    def _by_head(self, places: torch.Tensor) -> torch.Tensor:
+        """Where each head of the tokens goes, [N * 2 * kv_heads]."""
+        return (places.unsqueeze(1) + self._heads).view(-1)
 
     def rounded(self, length: int) -> int:
         """So many keys that hold `length`."""
