@@ -15,8 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -123,9 +122,13 @@ def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
 
 def join_runs(first: tuple[VersionRun, ...], second: tuple[VersionRun, ...]) -> tuple[VersionRun, ...]:
     """Concatenate version runs, merging neighbours of one version."""
-    kept = [run for run in (*first, *second) if run.n_tokens]
-    neighbours = groupby(kept, key=attrgetter("version"))
-    return tuple(VersionRun(version, sum(run.n_tokens for run in runs)) for version, runs in neighbours)
+    runs: list[VersionRun] = []
+    for run in (*first, *second):
+        if runs and runs[-1].version == run.version:
+            runs[-1] = VersionRun(run.version, runs[-1].n_tokens + run.n_tokens)
+        elif run.n_tokens:
+            runs.append(run)
+    return tuple(runs)
 
 
 def runs_of(values: npt.NDArray[np.integer]) -> Iterator[tuple[int, int]]:

@@ -40,6 +40,7 @@ from stages.train.batch_metrics import MASKED, length_bucket
 
 LEAST_RESPONSES: Final = 64
 LEAST_BATCHES: Final = 4  # between two estimates of what is attainable
+LEAST_S: Final = 5.0  # as well: it takes up to 40 ms
 KEPT_SHARE: Final = 0.9  # of what earlier estimates saw of the speed of a slot
 
 
@@ -68,6 +69,7 @@ class Goodput:
         self._versions: dict[str, int] = {}
         self._slots = 0
         self._batches = 0  # since the newest estimate
+        self._next_s = 0.0  # no estimate before it
         self._train_s = 0.0  # of these batches
         self._before: dict[str, float] = {}  # figures at the newest estimate
         self._made = self._worked_s = 0.0  # tokens and the slot time they took, of the newest estimates above all
@@ -112,7 +114,7 @@ class Goodput:
         self.waste["stale"] += int(metrics.get(MASKED, 0))
         self._batches += 1
         self._train_s += metrics.get("perf/train_time", 0.0)
-        if self._batches >= LEAST_BATCHES:
+        if self._batches >= LEAST_BATCHES and (self._last_s or 0.0) >= self._next_s:
             self._estimate()
 
     def take_workload(self) -> Workload | None:
@@ -149,6 +151,7 @@ class Goodput:
             cancels=self._asynchrony.cancel_stale_rollouts,
         )
         self._work, self._before, self._batches, self._train_s = work, figures, 0, 0.0
+        self._next_s = (self._last_s or 0.0) + LEAST_S
         ahead = max((self.view.run.staleness_bound or 0) - self._asynchrony.update_weights_interval + 1, 0)
         self._attainable = attainable(work, ahead).goodput
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.core.hub import HubCore
+from transport.core.hub import CONFIRMED, HubCore
 from transport.core.session import Capacity, KeyMemory, ReceiveWindow, SendCredit, SeqWindow
 from transport.spec import Routing, StreamSpec
-from transport.wire import PROTOCOL, Accepted, Hello, Put, Report, Settled, Work
+from transport.wire import PROTOCOL, Accepted, FromHub, Hello, Put, Refusal, Report, Settled, Work
 
 EPOCH = 7
 WINDOW = 100
@@ -90,10 +90,33 @@ def test_a_message_is_work_for_its_own_peers_only(replicas: int, monkeypatch: py
     session = stream.hub.consumers[taker].session
     done = Report(EPOCH, session, 1, WINDOW + 1, 1 << 20, (), (delivered.message.id,))
     stream.hub.on_message(1.0, delivered.route, done)
-    [settled] = stream.hub.flush(1.0)
-    assert isinstance(settled.message, Settled)
     assert stream.hub.flush(1.0) == []
     assert looks == ["source-0", taker], "nobody else was heard of, nobody else is looked at"
+
+
+def test_what_is_done_is_confirmed_many_at_a_time_and_what_is_refused_at_once() -> None:
+    stream = Stream("a", capacity_items=2 * CONFIRMED, window=2 * CONFIRMED)
+    stream.put(*map(str, range(CONFIRMED + 1)))
+    *items, last = stream.held["a"].values()
+
+    def report(*done: int, refused: tuple[Refusal, ...] = (), held: tuple[int, ...] | None = None) -> list[FromHub]:
+        peer = stream.hub.consumers["a"]
+        message = Report(EPOCH, peer.session, 0, stream.window, 1 << 20, (), done, refused, held)
+        stream.hub.on_message(1.0, b"a", message)
+        return [send.message for send in stream.hub.flush(1.0) if isinstance(send.message, Settled)]
+
+    for item in items[:-1]:
+        assert report(item) == [], "nothing waits for it"
+    [many] = report(items[-1])
+    assert many.ids == tuple(items)
+    assert report(last) == []
+    [answer] = report(last, held=())
+    assert answer.ids == (last,), "a beat repeats it, is answered, and it counts once"
+    assert (stream.hub.stats().settled, stream.hub.stats().duplicates) == (CONFIRMED + 1, 0)
+    stream.put("more")
+    more = stream.held["a"]["more"]
+    [refused] = report(refused=(Refusal(more, 1, "poison", "bad"),))
+    assert refused.ids == (more,)
 
 
 def test_a_producer_that_waits_for_room_hears_of_it_when_others_make_it() -> None:

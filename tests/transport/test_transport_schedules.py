@@ -164,7 +164,7 @@ MUTANTS: dict[str, tuple[Scenario, *tuple[Change, ...]]] = {
         Scenario(consumer_deaths=3), (ConsumerCore, "_work", acknowledged_early),
     ),
     "grants are increments": (
-        Scenario(drop=0.1), (ConsumerCore, "_report", increment_sent), (HubCore, "_report", increment_added),
+        Scenario(drop=0.3), (ConsumerCore, "_report", increment_sent), (HubCore, "_report", increment_added),
     ),
     "leases of a dead consumer are kept": (Scenario(consumer_deaths=2), (HubCore, "_leave", leases_kept)),
     "leases never expire": (Scenario(consumer_deaths=3, supervised=0.0), (HubCore, "on_timer", never_expired)),

@@ -88,7 +88,8 @@ class ConsumerPeer(Peer):
     credit: SendCredit = field(default_factory=SendCredit)
     held: dict[int, Item] = field(default_factory=dict)
     held_parts: Counter[str] = field(default_factory=Counter)  # held items by the first part of their keys
-    to_settle: list[int] = field(default_factory=list)
+    done: dict[int, None] = field(default_factory=dict)  # verdicts that are recorded and not confirmed
+    refused: list[int] = field(default_factory=list)  # the same
     beat: bool = False  # answer with how far deliveries have gone
     draining: bool = False
     end_sent: bool = False

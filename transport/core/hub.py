@@ -26,6 +26,7 @@ from transport.spec import Counts, HubStats, StreamSpec
 MAX_PEERS = 4096
 REMEMBERED_PRODUCERS = 4096
 GRACE_S = 1.0
+CONFIRMED = 64  # at once
 
 
 class Send(NamedTuple):
@@ -225,12 +226,17 @@ class HubCore:
     # Consumers.
 
     def _confirm(self, peer: ConsumerPeer) -> None:
-        """Confirm recorded verdicts; in answer to a beat, also say how far deliveries have gone."""
-        if not peer.to_settle and not peer.beat:
+        """Confirm recorded verdicts; in answer to a beat, also say how far deliveries have gone.
+
+        A done may wait for others: its consumer repeats it in beats, and nothing depends on it. What was refused is
+        delivered again, so its verdict must be past."""
+        if not peer.refused and not peer.beat and len(peer.done) < CONFIRMED:
             return
         sent = (peer.credit.sent_items, peer.credit.sent_bytes) if peer.beat else (-1, -1)
-        self._out.append(Send(peer.route, wire.Settled(self.epoch, peer.session, tuple(peer.to_settle), *sent)))
-        peer.to_settle.clear()
+        verdicts = (*peer.done, *peer.refused)
+        self._out.append(Send(peer.route, wire.Settled(self.epoch, peer.session, verdicts, *sent)))
+        peer.done.clear()
+        peer.refused.clear()
         if peer.beat and self.ended:
             peer.end_sent = False  # a consumer that still beats may have missed it
         peer.beat = False
@@ -245,11 +251,12 @@ class HubCore:
             if (item := peer.held.get(item_id)) is not None:
                 item.started = True
         for item_id in report.done:
-            self.custody.settle(item_id)
-            peer.to_settle.append(item_id)
+            if item_id not in peer.done:
+                self.custody.settle(item_id)
+                peer.done[item_id] = None
         for refusal in report.refused:
             self._refused(peer, refusal.id, refusal.kind, refusal.reason)
-            peer.to_settle.append(refusal.id)
+            peer.refused.append(refusal.id)
         if current and report.held is not None:
             peer.beat = True
             kept = set(report.held)

@@ -132,6 +132,7 @@ def test_looks_that_miss_what_runs_do_not_make_the_engines_faster() -> None:
     ratios = []
     run = Run()
     for number, looks in ((1, 100), (2, 1)):  # as much was made in both times
+        run.seconds(5, running=0)  # estimates are made so far apart
         run.seconds(looks, running=16)
         run.report("generate", tokens=number * 10_000, extra={f"length/{length_place(100)}": number * 100.0})
         run.steps(4)
