@@ -35,17 +35,17 @@ BASELINE, ENGINE = "transformers.generate", "embedded engine"
 # Tokenizer of the checkpoint: "arithmetic" is the quickstart's model, with 32 ids; "bytes" has 264.
 MODELS: dict[str, TokenizerKind] = {"quickstart": "arithmetic", "bytes": "bytes"}
 SHAPES = ((1, 1), (8, 1), (32, 1), (256, 1), (64, 4))  # prompts and samples of each; the quickstart has 64 x 4
-LENGTHS, TEMPERATURES = {"2 to 4": (2, 3, 4), "128": (128,)}, {"sampled": 1.0, "greedy": 0.0}
+LENGTHS = {"2 to 4": (2, 3, 4), "128": (128,)}
 PAD, CONTEXT = 0, 256
 
 Answer = Callable[[], object]  # answers all prompts once
 
 
-def request_of(count: int, samples: int, lengths: Sequence[int], temperature: float) -> GenerateRequest:
+def request_of(count: int, samples: int, lengths: Sequence[int]) -> GenerateRequest:
     """`count` different prompts of 4 to 6 tokens, as sums have, and answers of `lengths` in turn."""
     prompts = [[1 + n % 11, 1 + n // 11 % 11, 12, 1 + n // 121, *[13, 14][: n % 3]] for n in range(count)]
     rules = [
-        SamplingParams(max_new_tokens=lengths[n % len(lengths)], temperature=temperature, ignore_eos=True, n=samples)
+        SamplingParams(max_new_tokens=lengths[n % len(lengths)], temperature=1.0, ignore_eos=True, n=samples)
         for n in range(count)
     ]
     return GenerateRequest(input_ids=list(prompts), sampling_params=rules, return_logprob=True)
@@ -79,10 +79,9 @@ def by_generate(path: Path, request: GenerateRequest) -> Answer:
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
-    drawn = {"temperature": rules[0].temperature, "top_k": 0} if rules[0].temperature else {}
     # Without an end of sequence, so that each answer has its length.
     model.generation_config = GenerationConfig(
-        pad_token_id=PAD, max_new_tokens=longest, use_cache=True, do_sample=bool(drawn), **drawn
+        pad_token_id=PAD, max_new_tokens=longest, use_cache=True, do_sample=True, temperature=1.0, top_k=0
     )
 
     def answer() -> torch.Tensor:
@@ -123,11 +122,11 @@ def main() -> None:
             name: make_tiny_checkpoint(Path(home, name), TinyRecipe(tokenizer=tokenizer))
             for name, tokenizer in MODELS.items()
         }
-        settings = itertools.product(paths.items(), LENGTHS.items(), TEMPERATURES.items(), SHAPES)
-        for (name, path), (answers, lengths), (drawn, temperature), (prompts, samples) in settings:
-            setting = f"{name}, {prompts} prompts x {samples}, {answers} tokens, {drawn}"
+        settings = itertools.product(paths.items(), LENGTHS.items(), SHAPES)
+        for (name, path), (answers, lengths), (prompts, samples) in settings:
+            setting = f"{name}, {prompts} prompts x {samples}, {answers} tokens"
             print(setting, flush=True)
-            series += compare(setting, path, request_of(prompts, samples, lengths, temperature), rounds, least_s)
+            series += compare(setting, path, request_of(prompts, samples, lengths), rounds, least_s)
     remarks = [f"{rounds} rounds of at least {least_s:g} CPU-s, contenders alternate, one thread of torch", about.load]
     finish(options.output, about, remarks, series, baseline=BASELINE)
 

@@ -137,9 +137,9 @@ class _Filling:
         target.copy_(source) if hasattr(target, "copy_") else np.copyto(target, source)
         with self._one:
             self._missing[number] -= nbytes
-            whole = not self._missing[number]
-        if whole:
-            self._digests[number] = digest_of(self._pieces[number])
+            if self._missing[number]:
+                return
+        self._digests[number] = digest_of(self._pieces[number])
 
 
 class SlotWriter:
