@@ -1,6 +1,6 @@
 """The embedded engine beside `transformers.generate`, in tokens per CPU-second: `python -m bench.engine`.
 
-Both answer the same prompts of a random Qwen3 (hidden 96) in this process with one thread of torch, in turns: the one
+Both answer the same prompts of the quickstart's model (3 layers, hidden 96, random weights) in this process with one thread of torch, in turns: the one
 as the engine's server does, with its own thread and with log-probs, the other one as a left-padded batch with its KV
 cache, sdpa and no log-probs. Answers have 2 to 4 tokens, as in the quickstart, or 128 each; a batch of `generate` goes
 on to its longest answer, and only tokens that were asked for count. Samples of one prompt share its prefill in the
@@ -29,11 +29,9 @@ from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.intake import Intake
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.text import TextCodec
-from models.tiny import TinyRecipe, TokenizerKind, make_tiny_checkpoint
+from models.tiny import TinyRecipe, make_tiny_checkpoint
 
 BASELINE, ENGINE = "transformers.generate", "embedded engine"
-# Tokenizer of the checkpoint: "arithmetic" is the quickstart's model, with 32 ids; "bytes" has 264.
-MODELS: dict[str, TokenizerKind] = {"quickstart": "arithmetic", "bytes": "bytes"}
 SHAPES = ((1, 1), (8, 1), (32, 1), (256, 1), (64, 4))  # prompts and samples of each; the quickstart has 64 x 4
 LENGTHS = {"2 to 4": (2, 3, 4), "128": (128,)}
 PAD, CONTEXT = 0, 256
@@ -118,13 +116,9 @@ def main() -> None:
     quiet()
     series: list[Series] = []
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
-        paths = {
-            name: make_tiny_checkpoint(Path(home, name), TinyRecipe(tokenizer=tokenizer))
-            for name, tokenizer in MODELS.items()
-        }
-        settings = itertools.product(paths.items(), LENGTHS.items(), SHAPES)
-        for (name, path), (answers, lengths), (prompts, samples) in settings:
-            setting = f"{name}, {prompts} prompts x {samples}, {answers} tokens"
+        path = make_tiny_checkpoint(Path(home, "model"), TinyRecipe(tokenizer="arithmetic"))
+        for (answers, lengths), (prompts, samples) in itertools.product(LENGTHS.items(), SHAPES):
+            setting = f"{prompts} prompts x {samples}, {answers} tokens"
             print(setting, flush=True)
             series += compare(setting, path, request_of(prompts, samples, lengths), rounds, least_s)
     remarks = [f"{rounds} rounds of at least {least_s:g} CPU-s, contenders alternate, one thread of torch", about.load]

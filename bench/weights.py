@@ -8,8 +8,7 @@ map the shared memory, receive the broadcast) and copy every byte once; what is 
 `landed` is the time from the begin of the trainer's write to the last engine's report; `stall` how long one engine
 stood still; `memcpy` one copy of the same bytes by one thread, in the same round. Engines take their turns, so `landed`
 grows with their number and `stall` does not. Every weight moves by about 1e-6 from one version to the next, as a step
-of Adam at that learning rate makes it: that decides what the route delta has to move, which is printed. `proof` is what
-the proof of the policy adds to each version: the trainer's scores of the canaries, and a real server's.
+of Adam at that learning rate makes it: that decides what the route delta has to move, which is printed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from functools import cache
 from pathlib import Path
@@ -36,25 +35,20 @@ from aiohttp import web
 
 from bench.report import NoSpans, Series, arguments, finish, machine
 from bench.rigs.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, count_touched, make_model
-from configs.resolve import resolve
-from configs.schema import Config, RunConfig, TrainConfig
+from configs.schema import Config
 from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import probe
 from models.engines.serve import EngineServer
-from models.train.build import build_member
 from models.weights.delta import DeltaStore
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import StageContext
 from stages.engines.engine_control import EngineControl
-from stages.engines.policy_proof import FIRST_SCORED
 from stages.engines.stage import EnginesStage
-from stages.messages import PolicyProof
 from stages.ports import SameHost
-from stages.topic_values import EngineAddress, carrying
-from stages.train.weights import prover_of
+from stages.topic_values import EngineAddress
 from transport import Node
 
 BASELINE = "memcpy"
@@ -88,7 +82,6 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
     values: dict[tuple[str, str], list[float]] = {}
     ratios: list[float] = []
     touched: dict[str, str] = {}
-    prove = prover(versions)
     routes = ("disk", "delta") if kind == "embedded" else ROUTES
     async with fleet(kind, versions, engines, root / f"{kind}-{nbytes}") as one:
         for number in range(rounds):
@@ -105,39 +98,14 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
                 )
                 if route == "delta":
                     ratios.append(one.delta_ratio)
-            values.setdefault(("proof", ""), []).append(1e3 * await proof_s(one, prove, kind))
     note = (
         f"(moves 1/{statistics.median(ratios):.1f} of the bytes; of bfloat16 weights 1/{versions.bfloat16_ratio():.0f})"
     )
-    share = statistics.median(values["proof", ""]) / statistics.median(values["disk", "landed"])
-    notes = touched | {"delta landed": note, "proof": f"({share:.0%} of an update by disk)"}
+    notes = touched | {"delta landed": note}
     return [
         Series(setting, series := f"{name} {what}".strip(), "ms", found, notes.get(series, ""))
         for (name, what), found in values.items()
     ]
-
-
-def prover(versions: Versions) -> Callable[[], PolicyProof]:
-    """Scores the canaries with a trainer on one CPU."""
-    train = TrainConfig(hf_checkpoint=str(versions.path), train_device="cpu")
-    config = resolve(Config(train=train, run=RunConfig(mode="sync")))
-    trainer = build_member(config, 1)
-    trainer.setup()
-    prove = prover_of(config, trainer)
-    assert prove is not None, "it is on by default"
-    return prove
-
-
-async def proof_s(one: Fleet, prove: Callable[[], PolicyProof], kind: Kind) -> float:
-    """Seconds of the trainer's scores, and of the engine's, if it computes any."""
-    started = time.perf_counter()
-    proof = await asyncio.to_thread(prove)
-    [entry, *_] = carrying(one.topic).values()
-    if kind == "sglang":
-        async with EngineClient(entry.url) as client:
-            tokens = np.array(proof.tokens, dtype=np.int32)
-            await client.score(tokens, FIRST_SCORED, extra_key=f"{one.version}")
-    return time.perf_counter() - started
 
 
 def main() -> None:

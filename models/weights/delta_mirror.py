@@ -16,23 +16,16 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from models.errors import CheckpointUnavailable, DeltaError, DigestMismatch, SourceError
-from models.weights.delta import Bytes, Label, apply_delta, differences, full_versions, read_header, text_of
-from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
+from models.weights.delta import Label, apply_delta, differences, full_versions, read_header, text_of
+from models.weights.layout import WEIGHTS_FILE, StoredTensor, read_layout, stored_tensors
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
+from models.weights.shared_memory_writer import SlotWriter
 from models.weights.slot_directory import choose_directory
-
-if TYPE_CHECKING:
-    import torch
-
-    from models.weights.shared_memory_writer import SlotWriter
 
 log = logging.getLogger("sluice.weights")
 
@@ -143,11 +136,10 @@ class DeltaMirror:
             raise DeltaError(f"the full weights of {text_of(label)} left {source} meanwhile; fetch again")
         try:
             if self._slots is None:
-                from models.weights.shared_memory_writer import SlotWriter  # torch, which only this route needs here
-
                 nbytes = read_layout(path / WEIGHTS_FILE).file_bytes
                 self._slots = SlotWriter(choose_directory(self.name, self.fallback, nbytes), path)
-            self._held = self._slots.write(label[1], label[0], _tensors_of(path))
+            stored = ((one.spec.name, one) for one in stored_tensors(path / WEIGHTS_FILE))
+            self._held = self._slots.write(label[1], label[0], stored)
         except (OSError, SourceError, CheckpointUnavailable) as error:
             raise DeltaError(f"{path} cannot be read ({error}); fetch again") from error
 
@@ -162,7 +154,8 @@ class DeltaMirror:
                 f"{held.label}; take the full weights"
             )
         run_generation, _, version = header.label.partition(".")
-        new = slots.write(int(version), int(run_generation), _as_torch(apply_delta(path, SlotReader(held))))
+        stored = ((spec.name, StoredTensor(spec, data)) for spec, data in apply_delta(path, SlotReader(held)))
+        new = slots.write(int(version), int(run_generation), stored)
         if new.digest != header.digest:
             self._held = None  # both slots are of no use as a base now: one is older, one is wrong
             raise DeltaError(f"{path} gave digest {new.digest} instead of {header.digest}; take the full weights")
@@ -171,17 +164,3 @@ class DeltaMirror:
 
 def _label(claim: SlotManifest) -> Label:
     return claim.run_generation, claim.version
-
-
-def _tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    path = directory / WEIGHTS_FILE
-    data = np.memmap(path, dtype=np.uint8, mode="c")
-    return _as_torch((item.spec, data[item.start : item.end]) for item in read_layout(path).tensors)
-
-
-def _as_torch(tensors: Iterator[tuple[TensorSpec, Bytes]]) -> Iterator[tuple[str, torch.Tensor]]:
-    from models.weights.transfer import tensor_view  # torch
-
-    for spec, data in tensors:
-        own = data if data.flags.writeable else data.copy()  # torch warns of memory that it must not write
-        yield spec.name, tensor_view(own, spec)

@@ -78,8 +78,7 @@ class LiveWeights:
             tensors = _opened(directory)
             self._check(directory, tensors)
             with ThreadPoolExecutor(THREADS, "load") as threads:
-                for _ in threads.map(lambda name: _copy(self.names[name], tensors.whole(name)), self.names):
-                    pass
+                list(threads.map(lambda name: _copy(self.names[name], tensors.whole(name)), self.names))
             for spread, norm in self._derived:
                 spread.copy_(norm.expand_as(spread))
         except CheckpointUnavailable as error:
