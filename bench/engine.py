@@ -1,10 +1,10 @@
 """The embedded engine beside `transformers.generate`, in tokens per CPU-second: `python -m bench.engine`.
 
-Both answer the same prompts of the quickstart's model (3 layers, hidden 96, random weights) in this process with one thread of torch, in turns: the one
-as the engine's server does, with its own thread and with log-probs, the other one as a left-padded batch with its KV
-cache, sdpa and no log-probs. Answers have 2 to 4 tokens, as in the quickstart, or 128 each; a batch of `generate` goes
-on to its longest answer, and only tokens that were asked for count. Samples of one prompt share its prefill in the
-engine. CPU time is that of the whole process.
+Both answer the same prompts of the quickstart's model (3 layers, hidden 96, random weights) in this process with one
+thread of torch, in turns: the one as the engine's server does, with its own thread and with log-probs, the other one as
+a left-padded batch with its KV cache, sdpa and no log-probs. Answers have 2 to 4 tokens, as in the quickstart, or 128
+each; a batch of `generate` goes on to its longest answer, and only tokens that were asked for count. Samples of one
+prompt share its prefill in the engine. CPU time is that of the whole process.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -33,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import errors
 from models.tiny import TinyRecipe, make_tiny_checkpoint
-from models.weights import shared_memory_reader, slot_directory
+from models.weights import shared_memory_reader, shared_memory_writer, slot_directory
 from models.weights.layout import (
     ELEMENT_BYTES,
     TORCH_NAMES,
@@ -226,6 +228,7 @@ def pieced(root: Path, monkeypatch: pytest.MonkeyPatch) -> closing[SlotWriter]:
     """Slots whose digest has 16 pieces, the last of 40 bytes."""
     for module in ("reader", "writer"):
         monkeypatch.setattr(f"models.weights.shared_memory_{module}.PIECE_BYTES", SMALL_PIECE)
+    monkeypatch.setattr(shared_memory_writer, "ASIDE_BYTES", SMALL_PIECE // 2)  # some parts by the writer's own thread
     return slots_of(root, {name: torch.zeros(shape) for name, shape in PIECED.items()})
 
 
@@ -250,6 +253,52 @@ def test_the_digest_is_of_all_pieces_in_their_order(
                     SlotReader(manifest, anew=anew)
             flip(file, place)
             SlotReader(manifest)
+
+
+def test_tensors_that_are_cast_or_not_contiguous_are_copied_in_pieces_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pieced(tmp_path, monkeypatch) as writer:
+        tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in PIECED.items()}
+        tensors["d"] = torch.randn(4, 25).t()
+        assert not tensors["d"].is_contiguous()
+        found = loaded(writer.write(1, 0, iter(tensors.items())))
+        assert all(torch.equal(found[name], tensor.float()) for name, tensor in tensors.items())
+
+
+def test_a_part_that_cannot_be_copied_ends_the_write_and_leaves_the_other_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pieced(tmp_path, monkeypatch) as writer:
+        tensors = {name: torch.randn(shape) for name, shape in PIECED.items()}
+        manifest = writer.write(1, 0, iter(tensors.items()))
+        stored = {one.spec.name: one for one in stored_tensors(Path(manifest.path) / "model.safetensors")}
+        short = msgspec.structs.replace(stored["d"], data=stored["d"].data[:-1])
+        with pytest.raises(ValueError, match="could not broadcast"):
+            writer.write(2, 0, iter((stored | {"d": short}).items()))
+        SlotReader(manifest)
+        SlotReader(writer.write(3, 0, iter(stored.items())))
+
+
+def test_tensors_that_are_made_for_their_copy_do_not_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that a trainer puts together from its ranks, one after the other."""
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(40):
+            alive.add(tensor := torch.full((16,), float(number)))
+            most = max(most, len(alive))
+            yield f"t{number}", tensor
+
+    monkeypatch.setattr(shared_memory_writer, "ASIDE_BYTES", 1)
+    monkeypatch.setattr(shared_memory_writer, "AHEAD", 4)
+    copy = shared_memory_writer._Filling._copy
+    monkeypatch.setattr(shared_memory_writer._Filling, "_copy", lambda *given: (time.sleep(0.002), copy(*given)))
+    with slots_of(tmp_path, {f"t{number}": torch.zeros(16) for number in range(40)}) as writer:
+        writer.write(1, 0, made())
+    assert most < 12
 
 
 def test_a_version_is_verified_once_for_all_that_share_the_process(

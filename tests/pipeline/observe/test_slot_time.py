@@ -142,6 +142,17 @@ def test_looks_that_miss_what_runs_do_not_make_the_engines_faster() -> None:
     assert ratios[0] < ratios[1] < 3 * ratios[0]
 
 
+def test_what_is_attainable_is_estimated_at_most_each_five_seconds() -> None:
+    run = Run()
+    made = []
+    for second in range(1, 13):
+        run.seconds(1, running=16)
+        run.report("generate", tokens=second * 10_000, extra={f"length/{length_place(100)}": second * 100.0})
+        run.steps(4)
+        made += [second] if run.goodput.take_workload() else []
+    assert made == [1, 6, 11]
+
+
 def test_lengths_are_kept_within_a_tenth() -> None:
     for length in (1, 2, 3, 10, 100, 999, 32_000):
         assert length_of(length_place(length)) == pytest.approx(length, rel=0.1, abs=0.5)
