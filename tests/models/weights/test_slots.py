@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -273,7 +272,7 @@ def test_a_part_that_cannot_be_copied_ends_the_write_and_leaves_the_other_versio
         tensors = {name: torch.randn(shape) for name, shape in PIECED.items()}
         manifest = writer.write(1, 0, iter(tensors.items()))
         stored = {one.spec.name: one for one in stored_tensors(Path(manifest.path) / "model.safetensors")}
-        short = msgspec.structs.replace(stored["d"], data=stored["d"].data[:-1])
+        short = msgspec.structs.replace(stored["d"], data=stored["d"].data[:200])
         with pytest.raises(ValueError, match="could not broadcast"):
             writer.write(2, 0, iter((stored | {"d": short}).items()))
         SlotReader(manifest)
@@ -282,23 +281,26 @@ def test_a_part_that_cannot_be_copied_ends_the_write_and_leaves_the_other_versio
 
 def test_tensors_that_are_made_for_their_copy_do_not_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those that a trainer puts together from its ranks, one after the other."""
-    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-    most = 0
+    copied: list[int] = []
+    behind = []
 
     def made() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal most
         for number in range(40):
-            alive.add(tensor := torch.full((16,), float(number)))
-            most = max(most, len(alive))
-            yield f"t{number}", tensor
+            behind.append(number - len(copied))
+            yield f"t{number}", torch.full((16,), float(number))
+
+    def slowly(filling: Any, *given: Any) -> None:
+        time.sleep(0.002)
+        copy(filling, *given)
+        copied.append(1)
 
     monkeypatch.setattr(shared_memory_writer, "ASIDE_BYTES", 1)
     monkeypatch.setattr(shared_memory_writer, "AHEAD", 4)
     copy = shared_memory_writer._Filling._copy
-    monkeypatch.setattr(shared_memory_writer._Filling, "_copy", lambda *given: (time.sleep(0.002), copy(*given)))
+    monkeypatch.setattr(shared_memory_writer._Filling, "_copy", slowly)
     with slots_of(tmp_path, {f"t{number}": torch.zeros(16) for number in range(40)}) as writer:
         writer.write(1, 0, made())
-    assert most < 12
+    assert 1 < max(behind) <= 6
 
 
 def test_a_version_is_verified_once_for_all_that_share_the_process(
