@@ -80,7 +80,7 @@ class SimulatedBackend(WeightExporter):
         self._owed_s = 0.0
 
     def export_weights(self) -> Iterator[tuple[str, StoredTensor]]:
-        yield from ((stored.spec.name, stored) for stored in self._weights)
+        yield from self._weights
 
     def save(self, directory: Path) -> None:
         shutil.copytree(self._source, directory / "hf", dirs_exist_ok=True)

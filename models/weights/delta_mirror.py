@@ -138,8 +138,7 @@ class DeltaMirror:
             if self._slots is None:
                 nbytes = read_layout(path / WEIGHTS_FILE).file_bytes
                 self._slots = SlotWriter(choose_directory(self.name, self.fallback, nbytes), path)
-            stored = ((one.spec.name, one) for one in stored_tensors(path / WEIGHTS_FILE))
-            self._held = self._slots.write(label[1], label[0], stored)
+            self._held = self._slots.write(label[1], label[0], stored_tensors(path / WEIGHTS_FILE))
         except (OSError, SourceError, CheckpointUnavailable) as error:
             raise DeltaError(f"{path} cannot be read ({error}); fetch again") from error
 

@@ -139,12 +139,12 @@ def read_layout(path: Path) -> Layout:
     return Layout(header=prefix + text, tensors=ranges, file_bytes=size)
 
 
-def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors file, in file order. Raises SourceError if it is not one."""
+def stored_tensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Names and tensors of a safetensors file, in file order. Raises SourceError if it is not one."""
     with open_file(path) as file:
         for item in read_layout(path).tensors:
             file.seek(item.start)
-            yield StoredTensor(item.spec, file.read(item.spec.nbytes))
+            yield item.spec.name, StoredTensor(item.spec, file.read(item.spec.nbytes))
 
 
 # --------------------------------------------------------------------------------------------------

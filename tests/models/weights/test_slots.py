@@ -134,7 +134,7 @@ def test_any_tensors_come_back_bit_equal(tmp_path_factory, shapes, seed, order) 
                 assert found[name].dtype == tensor.dtype
                 assert torch.equal(found[name], tensor)
                 assert raw[name] == (tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy().tobytes())
-            items = [(stored.spec.name, stored) for stored in stored_tensors(Path(manifest.path) / "model.safetensors")]
+            items = [*stored_tensors(Path(manifest.path) / "model.safetensors")]
 
 
 def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_wrong_tensors_are_refused_by_name(writer: SlotWriter, change, words) ->
         writer.write(9, 0, iter(tensors.items()))
     with pytest.raises(errors.LayoutMismatch, match="offered twice"):
         writer.write(9, 0, iter([*values(9).items(), *values(9).items()]))
-    stored = next(iter(stored_tensors(Path(publish(writer, 1).path) / "model.safetensors")))
+    _, stored = next(stored_tensors(Path(publish(writer, 1).path) / "model.safetensors"))
     other = msgspec.structs.replace(stored, spec=msgspec.structs.replace(stored.spec, dtype="I32"))
     with pytest.raises(errors.LayoutMismatch, match="is stored as I32, the slot was laid out for"):
         writer.write(9, 0, iter([(other.spec.name, other)]))
@@ -272,7 +272,7 @@ def test_a_part_that_cannot_be_copied_ends_the_write_and_leaves_the_other_versio
         monkeypatch.setattr(shared_memory_writer, "ASIDE_BYTES", 1)  # all by other threads
         tensors = {name: torch.randn(shape) for name, shape in PIECED.items()}
         manifest = writer.write(1, 0, iter(tensors.items()))
-        stored = {one.spec.name: one for one in stored_tensors(Path(manifest.path) / "model.safetensors")}
+        stored = dict(stored_tensors(Path(manifest.path) / "model.safetensors"))
         short = msgspec.structs.replace(stored["d"], data=stored["d"].data[:200])
         with pytest.raises(ValueError, match="could not broadcast"):
             writer.write(2, 0, iter((stored | {"d": short}).items()))
