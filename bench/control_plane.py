@@ -22,13 +22,13 @@ FLAGS = [
 
 
 def measure(flags: list[str], batches: int) -> dict[tuple[str, str], float]:
-    """By (process, unit): CPU-ms per batch, their sum as `all`, and how often threads of all were woken."""
+    """By (process, unit): CPU-ms per batch, their sum as `all`, and how often their threads were woken."""
     looks = watched([*FLAGS, *flags, "--num-rollout", str(batches)], before=batches)
     (first, _, before), (last, _, after) = next(look for look in looks if look[0] >= batches // 10), looks[-1]
     spent = by_name(before, after, last - first)
     spent["all"] = sum(spent.values())
     woken = (after.wakeups - before.wakeups) / (last - first)
-    return {(name, "CPU-ms/batch"): value for name, value in spent.items()} | {("all", "wake-ups/batch"): woken}
+    return {(name, "CPU-ms/batch"): value for name, value in spent.items()} | {("threads", "wake-ups/batch"): woken}
 
 
 def main() -> None:

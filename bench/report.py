@@ -123,7 +123,8 @@ def markdown(document: Document) -> str:
     lines = ["| | contender | median | lowest | highest | by baseline |", "|---|---|---|---|---|---|"]
     bases = {one.setting: one.median for one in document.series if one.name == document.baseline}
     for one in document.series:
-        median, lowest, highest = (f"{value:.3g}" for value in (one.median, min(one.values), max(one.values)))
+        values = one.median, min(one.values), max(one.values)
+        median, lowest, highest = (f"{value:{',.0f' if value >= 1000 else '.3g'}}" for value in values)
         ratio = f"{one.median / bases[one.setting]:.2f}" if bases.get(one.setting) else ""
         lines.append(f"| {one.setting} | {one.name} | {median} {one.unit} | {lowest} | {highest} | {ratio} |")
     return "\n".join([*lines, "", f"`{' '.join(document.command)}`: {'; '.join(document.remarks)}."])

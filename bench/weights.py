@@ -98,12 +98,11 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
                 )
                 if route == "delta":
                     ratios.append(one.delta_ratio)
-    note = (
+    touched["delta landed"] = (
         f"(moves 1/{statistics.median(ratios):.1f} of the bytes; of bfloat16 weights 1/{versions.bfloat16_ratio():.0f})"
     )
-    notes = touched | {"delta landed": note}
     return [
-        Series(setting, series := f"{name} {what}".strip(), "ms", found, notes.get(series, ""))
+        Series(setting, series := f"{name} {what}".strip(), "ms", found, touched.get(series, ""))
         for (name, what), found in values.items()
     ]
 
