@@ -36,7 +36,7 @@ FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
     "logdir", "quick", "strict", "local-dir", "model-path", "port", "hf", "megatron", "out", "published", "in-flight",
     "replicas", "reward-s", "system-prompt", "output-format", "host", "token-file", "step", "group", "reward", "failed",
     "untrained", "json", "toml", "best", "to", "trl", "plot", "rounds", "late", "far", "address", "head", "labels",
-    "working-dir", "repo-type", "steer", "open", "output",
+    "working-dir", "repo-type", "steer", "open", "output", "sizes", "receivers", "engines",
 }  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {"rollout-batch-sise", "rollout-batch", "end", "no-rope-fusion"}
