@@ -95,7 +95,7 @@ def count_touched() -> Counter[str]:
 
         setattr(owner, name, call)
 
-    counted(shared_memory_writer._Filling, "_copy", "copied out", lambda filling, number, nbytes, *ends: nbytes)
+    counted(shared_memory_writer._ParallelWrite, "_copy", "copied out", lambda writing, number, nbytes, *ends: nbytes)
     counted(shared_memory_writer, "digest_of", "digested out", len)
     counted(shared_memory_reader, "digest_of", "digested in", len)
     counted(shared_memory_reader.SlotReader, "between", "copied in", lambda slot, start, end: end - start)

@@ -153,7 +153,7 @@ class DeltaMirror:
                 f"{held.label}; take the full weights"
             )
         run_generation, _, version = header.label.partition(".")
-        stored = ((spec.name, StoredTensor(spec, data)) for spec, data in apply_delta(path, SlotReader(held)))
+        stored = ((spec.name, StoredTensor(spec, data.data)) for spec, data in apply_delta(path, SlotReader(held)))
         new = slots.write(int(version), int(run_generation), stored)
         if new.digest != header.digest:
             self._held = None  # both slots are of no use as a base now: one is older, one is wrong

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -72,7 +72,7 @@ class StoredTensor(Struct, frozen=True):
     """A tensor as its bytes: for what passes tensors on and computes nothing, and so needs no torch."""
 
     spec: TensorSpec
-    data: Any  # bytes, or a flat array of them
+    data: bytes | memoryview
 
 
 class _HeaderEntry(Struct):

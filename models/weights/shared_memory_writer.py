@@ -7,7 +7,8 @@ Invariants:
 - the newest complete version is never the one being overwritten; a write that failed leaves it in place, and the next
   write takes the same slot again;
 - the announcement (the returned manifest) exists only after the write has finished;
-- every byte is copied once, and read once more for its digest, as soon as its piece is whole; several threads do so.
+- every byte of a contiguous tensor is copied once, and read once more for its digest, as soon as its piece is whole;
+  several threads do so.
 
 The caller must know whether readers have finished with the older slot: `next_path` is the slot of the next write.
 """
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
     import torch
 
 SLOTS: Final = 2
-ASIDE_BYTES: Final = 1 << 20  # what is less is not worth another thread
-AHEAD: Final = 4 * THREADS  # pieces that wait for one
+ASIDE_BYTES: Final = 1 << 20  # a smaller part is copied by the calling thread: a hand-over would take longer
+AHEAD: Final = 4 * THREADS  # copies under way before the next one waits for the oldest
 
 Exported = Iterator[tuple[str, "torch.Tensor | StoredTensor"]]  # names and tensors of one version
 
@@ -81,7 +82,7 @@ class _Slot:
         counter = int(self.state[0])
         self.state[0] = counter + 2 if counter % 2 else counter + 1
 
-    def ends(self, place: TensorRange, tensor: torch.Tensor | StoredTensor) -> tuple[Any, Any]:
+    def target_and_source(self, place: TensorRange, tensor: torch.Tensor | StoredTensor) -> tuple[Any, Any]:
         """A tensor's place and its values, both flat, of elements of one size: bytes, where nothing is cast."""
         if isinstance(tensor, StoredTensor):
             return self.bytes[place.start : place.end], np.frombuffer(tensor.data, np.uint8)
@@ -101,7 +102,7 @@ class _Slot:
         return int(self.state[0])
 
 
-class _Filling:
+class _ParallelWrite:
     """One write: tensors are copied in pieces by several threads, and each piece is digested once it is whole."""
 
     def __init__(self, slot: _Slot, threads: ThreadPoolExecutor) -> None:
@@ -109,12 +110,12 @@ class _Filling:
         self._pieces = [slot.data[start : start + PIECE_BYTES] for start in range(0, len(slot.data), PIECE_BYTES)]
         self._missing = [len(piece) for piece in self._pieces]  # bytes
         self._digests = [b""] * len(self._pieces)
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
         self._copies: deque[Future[None]] = deque()
 
     def put(self, place: TensorRange, tensor: torch.Tensor | StoredTensor) -> None:
         """Copy it to its place. Waits while many copies are under way: a tensor may exist for its copy alone."""
-        target, source = self._slot.ends(place, tensor)
+        target, source = self._slot.target_and_source(place, tensor)
         start, end = place.start - self._slot.data_start, place.end - self._slot.data_start
         for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES)):
             begin, stop = max(start, number * PIECE_BYTES), min(end, (number + 1) * PIECE_BYTES)
@@ -135,7 +136,7 @@ class _Filling:
     def _copy(self, number: int, nbytes: int, target: Any, source: Any) -> None:
         """A part of a tensor, which lies in one piece."""
         target.copy_(source) if hasattr(target, "copy_") else np.copyto(target, source)
-        with self._one:
+        with self._lock:
             self._missing[number] -= nbytes
             if self._missing[number]:
                 return
@@ -184,12 +185,12 @@ class SlotWriter:
         coarsest = 8
         torch = sys.modules.get("torch")  # without it there is nothing to compute, and no graph of it
         with torch.no_grad() if torch else contextlib.nullcontext(), ThreadPoolExecutor(THREADS, "slot") as threads:
-            filling = _Filling(slot, threads)
+            writing = _ParallelWrite(slot, threads)
             for name, tensor in tensors:
                 if name in self._tied:
                     continue  # shares the storage of a tensor that is written under its own name
                 place = _place(slot, name, tensor, seen, version)
-                filling.put(place, tensor)
+                writing.put(place, tensor)
                 seen.add(name)
                 coarsest = min(coarsest, ELEMENT_BYTES[place.spec.dtype], _element_bytes(tensor))
         missing = slot.tensors.keys() - seen
@@ -198,7 +199,7 @@ class SlotWriter:
                 f"version {version} lacks {len(missing)} of {len(slot.tensors)} tensors, {min(missing)!r} among them; "
                 "export exactly the names of the source checkpoint"
             )
-        manifest = SlotManifest(run_generation, version, str(slot.path), filling.folded(), slot.finish(), coarsest)
+        manifest = SlotManifest(run_generation, version, str(slot.path), writing.folded(), slot.finish(), coarsest)
         self._next = (self._next + 1) % SLOTS
         return manifest
 

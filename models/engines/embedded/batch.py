@@ -146,7 +146,7 @@ class Prefill:
         tokens = np.zeros((rows, width), dtype=np.int64)
         tokens[used] = np.concatenate([a.context[a.start :] for a in admissions])
         seen = np.where(used, starts[:, None] + steps, 0)
-        written = slots[:, None] * cache.slot_places + np.where(used, seen, cache.scratch)
+        written = slots[:, None] * cache.slot_stride + np.where(used, seen, cache.scratch)
         host = torch.from_numpy(np.stack((tokens, seen, written)).reshape(3, -1))
         token_ids, positions, places = host.to(cache.device).unbind()
         if admissions[0].start:

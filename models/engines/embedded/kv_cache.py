@@ -30,18 +30,18 @@ KEY_BLOCK = {"cpu": 16, "cuda": 128}
 
 class KVCache:
     """Keys and values [layers, slots, 2 * kv_heads, capacity, head_dim]: those of a head lie together, keys first, as
-    attention reads them one head after the other, and of many tokens where it writes one."""
+    attention reads the keys of many tokens, one head after the other, for each token that it writes."""
 
     def __init__(self, spec: ModelSpec, slots: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spec = spec
         self.slots, self.device = slots, device
         self.scratch = max_len
         self.capacity = max_len + 1
-        self.slot_places = 2 * spec.shape.kv_heads * self.capacity  # from one slot to the next
+        self.slot_stride = 2 * spec.shape.kv_heads * self.capacity  # places from one slot to the next
         self.dtype = dtype
         self.allocate()
         self._arange = torch.arange(self.capacity, device=device)
-        self._heads = torch.arange(0, self.slot_places, self.capacity, device=device)
+        self._heads = torch.arange(0, self.slot_stride, self.capacity, device=device)
 
     def allocate(self) -> None:
         """Allocate the memory, all zero."""
@@ -66,8 +66,8 @@ class KVCache:
 
     def prefill(self, places: torch.Tensor, rows: int) -> Attend:
         """Whole prompts from position 0: `rows` right-padded rows attend causally to themselves. `places` [N], here and
-        below: where the tokens go, slot * slot_places + position."""
-        written = self._by_head(places)
+        below: where the tokens go, slot * slot_stride + position."""
+        written = self._places_by_head(places)
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             self._written[layer].index_copy_(0, written, kv.reshape(len(written), -1))
@@ -79,7 +79,7 @@ class KVCache:
 
     def extend(self, places: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, longest: int) -> Attend:
         """Rows that begin behind a cached prefix: [R, T] new tokens attend to their slot up to their own position."""
-        written, keys = self._by_head(places), self.rounded(longest)
+        written, keys = self._places_by_head(places), self.rounded(longest)
         mask = (self._arange[:keys] <= positions.unsqueeze(-1)).unsqueeze(1)  # [R, 1, T, keys]
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class KVCache:
 
     def decode(self, places: torch.Tensor, slots: torch.Tensor | slice, positions: torch.Tensor, keys: int) -> Attend:
         """One new token per row, which sees at most `keys` positions. A slice of the slots needs no gathering copy."""
-        kv_heads, width, written = self.spec.shape.kv_heads, self.spec.shape.head, self._by_head(places)
+        kv_heads, width, written = self.spec.shape.kv_heads, self.spec.shape.head, self._places_by_head(places)
         if isinstance(slots, slice) and self._window != (slots, keys):  # they stay the same for many steps
             self._window = slots, keys
             self._windows = [(k[slots, :, :keys], v[slots, :, :keys]) for k, v in self._read]
@@ -111,7 +111,7 @@ class KVCache:
 
         return attend
 
-    def _by_head(self, places: torch.Tensor) -> torch.Tensor:
+    def _places_by_head(self, places: torch.Tensor) -> torch.Tensor:
         """Where each head of the tokens goes, [N * 2 * kv_heads]."""
         return (places.unsqueeze(1) + self._heads).view(-1)
 

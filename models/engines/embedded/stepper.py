@@ -238,13 +238,13 @@ class Stepper:
                 kept = torch.from_numpy(rows).to(device)
         # Idle rows of the slice compute garbage at position 0 and store it in the scratch position.
         idle = np.zeros((3, len(of_rows)), dtype=np.int64)
-        idle[2] = of_rows * self._cache.slot_places + self._cache.scratch
+        idle[2] = of_rows * self._cache.slot_stride + self._cache.scratch
         batch = _Batch(
             slots=used,
             rows=rows,
             kept=kept,
             idle=idle,
-            first=slots * self._cache.slot_places,
+            first=slots * self._cache.slot_stride,
             held_back=self._table.forbidden(slots) is not None,
             sampling=SamplingBatch.of([self._table.owners[slot] for slot in slots.tolist()], device),
         )

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -284,24 +285,28 @@ def test_tensors_that_are_made_for_their_copy_do_not_gather(tmp_path: Path, monk
     """As those that a trainer puts together from its ranks, one after the other."""
     copied: list[int] = []
     behind = []
+    begun = threading.Event()
 
     def made() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(40):
             behind.append(number - len(copied))
+            if number == 5:
+                begun.set()
             yield f"t{number}", torch.full((16,), float(number))
 
-    def slowly(filling: Any, *given: Any) -> None:
+    def slowly(writing: Any, *given: Any) -> None:
+        begun.wait(30)  # so that the first of them are as far behind as they may be
         time.sleep(0.002)
-        copy(filling, *given)
+        copy(writing, *given)
         copied.append(1)
 
     monkeypatch.setattr(shared_memory_writer, "ASIDE_BYTES", 1)
     monkeypatch.setattr(shared_memory_writer, "AHEAD", 4)
-    copy = shared_memory_writer._Filling._copy
-    monkeypatch.setattr(shared_memory_writer._Filling, "_copy", slowly)
+    copy = shared_memory_writer._ParallelWrite._copy
+    monkeypatch.setattr(shared_memory_writer._ParallelWrite, "_copy", slowly)
     with slots_of(tmp_path, {f"t{number}": torch.zeros(16) for number in range(40)}) as writer:
         writer.write(1, 0, made())
-    assert 1 < max(behind) <= 6
+    assert max(behind) == 5
 
 
 def test_a_version_is_verified_once_for_all_that_share_the_process(
