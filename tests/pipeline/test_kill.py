@@ -179,7 +179,7 @@ def test_engines_outlive_their_stage_and_a_stopped_replica_does_not_fail_a_run_t
     """Killed again and again, also in the middle of updates: engines keep their processes, nothing is lost."""
     run_dir, engines, kills = tmp_path / "run", ("engine-0", "engine-1"), 4
     flags = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--scale", "generate=2", "--num-rollout", "9"]
-    flags += ["--simulated-step-s", "1", "--max-restarts", "20", "--drain-s", "6", "--max-staleness", "4"]
+    flags += ["--simulated-step-s", "2", "--max-restarts", "20", "--drain-s", "6", "--max-staleness", "4"]
     # The trainer has to be at its end within --drain-s: on a busy machine that took it more than 3 s.
     process = start(run_dir, *flags)
     wait_for_steps(process, run_dir, 2)
@@ -188,7 +188,7 @@ def test_engines_outlive_their_stage_and_a_stopped_replica_does_not_fail_a_run_t
         kill_and_await(process, run_dir, "engines-0")
         wait_for_steps(process, run_dir, 3 + i)  # gate and engines move on
     assert pids(run_dir, *engines) == before
-    wait_for_steps(process, run_dir, 8)  # a second before the last one ends
+    wait_for_steps(process, run_dir, 8)  # two seconds before the last one ends, and the replica with it
     [stopped] = pids(run_dir, "generate-1")
     os.kill(stopped, signal.SIGSTOP)
     done = finish(process, run_dir).check()
