@@ -89,30 +89,11 @@ def measure(buffer: str, ratio: float, steps: int, seed: int) -> dict[str, float
         "s/batch": seconds / (len(counted) - 1),
         "goodput": goodput,
         "attainable": best,
-        "staleness": statistics.mean(row["staleness/mean"] for row in counted),
-        "staleness_max": max(row["staleness/max"] for row in counted),
-        "wasted": summary.wasted_share,
         "of attainable": goodput / best,
+        "staleness": statistics.mean(row["staleness/mean"] for row in counted),
+        "staleness, max": max(row["staleness/max"] for row in counted),
+        "% wasted": 100 * summary.wasted_share,
     }
-
-
-def report(results: dict[tuple[float, str], list[dict[str, float]]]) -> list[Series]:
-    """Print the table; return what the JSON file holds."""
-    print(f"\n{'W_t / W_g':>9} {'N':>5} {'s/batch':>17} {'goodput':>8} {'attainable':>10} {'of it':>6}", end=" ")
-    print(f"{'staleness':>10} {'max':>4} {'wasted':>7} {'speed-up':>9}")
-    series: list[Series] = []
-    for (ratio, buffer), outcomes in results.items():
-        found = {name: [one[name] for one in outcomes] for name in outcomes[0]}
-        mean = {name: statistics.median(values) for name, values in found.items()}
-        base = statistics.median(one["s/batch"] for one in results[ratio, "0"])
-        spread = f"{mean['s/batch']:.2f} ({min(found['s/batch']):.2f}-{max(found['s/batch']):.2f})"
-        print(
-            f"{ratio:9.2f} {buffer:>5} {spread:>17} {mean['goodput']:8.2f} {mean['attainable']:10.2f} "
-            f"{mean['of attainable']:6.2f} {mean['staleness']:10.2f} "
-            f"{mean['staleness_max']:4.0f} {mean['wasted']:7.1%} {base / mean['s/batch']:8.2f}x"
-        )
-        series += [Series(f"W_t/W_g={ratio:g}", f"N={buffer}", unit, values) for unit, values in found.items()]
-    return series
 
 
 def main() -> None:
@@ -125,7 +106,13 @@ def main() -> None:
             for buffer in BUFFERS[::3] if options.quick else BUFFERS:
                 print(f"round {number + 1} of {rounds}: W_t/W_g = {ratio:g}, N = {buffer}", flush=True)
                 results.setdefault((ratio, buffer), []).append(measure(buffer, ratio, steps, seed=100 + number))
-    series = report(results)
+    series: list[Series] = []
+    for (ratio, buffer), outcomes in results.items():
+        sync_s = statistics.median(one["s/batch"] for one in results[ratio, "0"])
+        for one in outcomes:
+            one["speed-up"] = sync_s / one["s/batch"]
+        for unit in outcomes[0]:
+            series.append(Series(f"W_t/W_g={ratio:g}", f"N={buffer}", unit, [one[unit] for one in outcomes]))
     remarks = [
         f"simulated engines and trainer at {SCALE:g} of real time; {ENGINES} engines of {SLOTS} slots, "
         f"{GROUPS} groups of {MEMBERS}, lognormal lengths (mean {LENGTH_MEAN}, sigma 1, cap {LENGTH_CAP})",

@@ -230,44 +230,34 @@ def changes(job: Job, best: Plan) -> Iterator[tuple[str, Job, int, int]]:
         yield "tools twice as slow", replace(job, tool_s=2 * job.tool_s), engines, trainer
 
 
-HEAD = (
-    f"{'':34} {'s/step':>8} {'of bound':>8} {'goodput':>8} {'staleness mean':>14} {'engines unused':>14} "
-    f"{'trainer idle':>12} {'too old':>8}"
-)
-
-
-def line(name: str, plan: Plan, base: Plan | None = None) -> str:
-    against = "" if base is None else f"  {plan.step_s / base.step_s - 1:+.1%}"
-    return (
-        f"{name:34} {plan.step_s:8.1f} {plan.bound_s / plan.step_s:8.0%} {plan.attained.goodput:8.2f} "
-        f"{plan.attained.staleness:14.2f} {plan.unused:14.0%} {max(0.0, 1 - plan.train_s / plan.step_s):12.0%} "
-        f"{plan.attained.stale:8.1%}{against}"
-    )
+def figures(plan: Plan, base: Plan) -> dict[str, float]:
+    """By unit."""
+    return {
+        "s/step": plan.step_s,
+        "by the best": plan.step_s / base.step_s,
+        "% of bound": 100 * plan.bound_s / plan.step_s,
+        "goodput": plan.attained.goodput,
+        "staleness": plan.attained.staleness,
+        "% of engines unused": 100 * plan.unused,
+        "% trainer idle": 100 * max(0.0, 1 - plan.train_s / plan.step_s),
+        "% too old": 100 * plan.attained.stale,
+    }
 
 
 def report(job: Job, most: int) -> list[Series]:
-    """Search, print, and return what the JSON file holds."""
+    """The best splits, all in turns, and the best split with one change each."""
     plans = search(job)
-    best = plans[0]
-    print(f"\n{HEAD}")
-    series: list[Series] = []
-
-    def add(setting: str, name: str, plan: Plan, base: Plan | None = None) -> None:
-        print(line(name, plan, base))
-        series.append(Series(setting, name, "s/step", [plan.step_s]))
-        series.append(Series(setting, name, "staleness", [plan.attained.staleness]))
-
-    for plan in plans[:most]:
-        add("split", f"{plan.engines} x {job.engine_gpus} engines, {plan.trainer_gpus} trainer", plan)
-    engines, trainer = job.gpus // job.engine_gpus, job.gpus // job.trainer_unit * job.trainer_unit
-    add("split", f"all {job.gpus} in turns, synchronous", measure(job, engines, trainer, turns=True))
-    print(
-        f"\nbest split: {best.engines} engines of {job.engine_gpus} GPU and {best.trainer_gpus} for the trainer"
-        f"\n\nand with one change:"
-    )
-    for name, changed, engines, trainer in changes(job, best):
-        add("sensitivity", name, measure(changed, engines, trainer), best)
-    return series
+    best, unit, turns = plans[0], job.engine_gpus, (job.gpus // job.engine_gpus, job.gpus // job.trainer_unit)
+    rows = [("split", f"{plan.engines} x {unit} engines, {plan.trainer_gpus} trainer", plan) for plan in plans[:most]]
+    in_turns = measure(job, turns[0], turns[1] * job.trainer_unit, turns=True)
+    rows.append(("split", f"all {job.gpus} in turns, synchronous", in_turns))
+    for change, changed, engines, trainer in changes(job, best):
+        rows.append(("the best split, but", change, measure(changed, engines, trainer)))
+    return [
+        Series(setting, name, unit, [value])
+        for setting, name, plan in rows
+        for unit, value in figures(plan, best).items()
+    ]
 
 
 def main() -> None:

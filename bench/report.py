@@ -120,14 +120,31 @@ def machine(packages: Sequence[str]) -> Machine:
 
 def markdown(document: Document) -> str:
     """The table of a document, with how it was measured."""
+    how = f"`{' '.join(document.command)}`: {'; '.join(document.remarks)}."
+    if several := by_unit(document.series):
+        return "\n".join([*several, "", how])
     lines = ["| | contender | median | lowest | highest | by baseline |", "|---|---|---|---|---|---|"]
     bases = {one.setting: one.median for one in document.series if one.name == document.baseline}
     for one in document.series:
         values = one.median, min(one.values), max(one.values)
         median, lowest, highest = (f"{value:{',.0f' if value >= 1000 else '.3g'}}" for value in values)
         ratio = f"{one.median / bases[one.setting]:.2f}" if bases.get(one.setting) else ""
-        lines.append(f"| {one.setting} | {one.name} | {median} {one.unit} | {lowest} | {highest} | {ratio} |")
-    return "\n".join([*lines, "", f"`{' '.join(document.command)}`: {'; '.join(document.remarks)}."])
+        name = f"{one.name} ({one.note.strip('()')})" if one.note else one.name
+        lines.append(f"| {one.setting} | {name} | {median} {one.unit} | {lowest} | {highest} | {ratio} |")
+    return "\n".join([*lines, "", how])
+
+
+def by_unit(series: Sequence[Series]) -> list[str]:
+    """A table with a line for each contender and a column for each unit, of medians; none if all have one unit."""
+    units, rows = dict.fromkeys(one.unit for one in series), dict[tuple[str, str], dict[str, str]]()
+    for one in series:
+        rows.setdefault((one.setting, one.name), {})[one.unit] = f"{one.median:.3g}"
+    if all(len(cells) == 1 for cells in rows.values()):
+        return []
+    lines = [f"| | contender | {' | '.join(units)} |", "|---|---" + "|---" * len(units) + "|"]
+    return lines + [
+        f"| {' | '.join((*place, *(row.get(unit, '') for unit in units)))} |" for place, row in rows.items()
+    ]
 
 
 def rendered(page: str, documents: Path) -> str:
@@ -140,33 +157,16 @@ def rendered(page: str, documents: Path) -> str:
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)
 
 
-def print_table(series: Sequence[Series], baseline: str) -> None:
-    """One block per setting; the last column is the ratio of medians to the baseline of the same setting."""
-    width = max(len(one.name) for one in series)
-    for setting in dict.fromkeys(one.setting for one in series):
-        rows = [one for one in series if one.setting == setting]
-        base = next((one.median for one in rows if one.name == baseline), None)
-        print(f"\n{setting}")
-        print(f"  {'':{width}}  {'median':>12} {'min':>12} {'max':>12}  {'of baseline':>11}")
-        for one in rows:
-            ratio = "" if base is None else f"{one.median / base:.2f}x"
-            values = (one.median, min(one.values), max(one.values))
-            figures = " ".join(f"{value:12,.{0 if value >= 1000 else 1}f}" for value in values)
-            print(f"  {one.name:{width}}  {figures}  {ratio:>11}  {one.unit} {one.note}")
-
-
 def finish(
     output: Path, about: Machine, remarks: list[str], series: list[Series], *, baseline: str | None = None
 ) -> None:
-    """Print the table, where a contender is the baseline, and the remarks, and write all of it.
-
-    The command is written without the place of the files.
-    """
-    if baseline is not None and series:
-        print_table(series, baseline)
+    """Print the table, as the page of benchmarks has it, and write all of it."""
     name = Path(sys.argv[0]).stem
-    document = Document(name, about, ["python", "-m", f"bench.{name}", *sys.argv[1:]], remarks, series, baseline)
-    print("\n" + "\n".join(remarks))
+    flags = [flag for at, flag in enumerate(sys.argv[1:]) if "--output" not in (sys.argv[at], flag)]
+    document = Document(name, about, ["python", "-m", f"bench.{name}", *flags], remarks, series, baseline)
+    rows = [line.split("|") for line in markdown(document).splitlines()]
+    widths = [max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)]
+    print("", *("|".join(map(str.ljust, row, widths)) if len(row) > 1 else row[0] for row in rows), "", sep="\n")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     print(f"written to {output}")

@@ -183,29 +183,25 @@ def steps(metrics: Path, child: subprocess.Popen[bytes]) -> Iterator[tuple[int, 
 
 
 def report(costs: Mapping[Point, Cost]) -> list[Series]:
-    """Print both series, each with its ratios to its smallest run; return what the JSON file holds."""
+    """By rollouts in flight with the fewest replicas, and by replicas with as many in flight; ratios are to the
+    smallest run of each."""
     series: list[Series] = []
     least = min(point.replicas for point in costs)
     narrow = [point for point in costs if point.replicas == least]
     common = max((point.in_flight for point in costs if point.replicas != least), default=0)
     wide = [point for point in costs if point.in_flight == common]
-    for title, points, field in (
-        ("rollouts in flight", narrow, "in_flight"),
-        ("replicas of generate, reward and group each", wide, "replicas"),
-    ):
-        if len(points) < 2:
-            continue
-        base = costs[points[0]]
-        print(f"\n{title}\n{'':>10} {'CPU ms a rollout':>17} {'wake-ups a rollout':>21} {'rollouts':>9} {'seconds':>8}")
-        for point in points:
-            cost, name = costs[point], str(getattr(point, field))
-            print(
-                f"{name:>10} {cost.cpu_ms:9.2f} {cost.cpu_ms / base.cpu_ms:6.2f}x {cost.wakeups:13.2f} "
-                f"{cost.wakeups / base.wakeups:6.2f}x {cost.rollouts:9} {cost.seconds:8.1f}   "
-                + ", ".join(f"{name} {ms:.2f}" for name, ms in sorted(cost.by_process.items(), key=lambda x: -x[1])[:6])
-            )
-            for unit in ("cpu_ms", "wakeups", "rollouts", "seconds"):
-                series.append(Series(title, name, unit, [float(getattr(cost, unit))]))
+    for title, points in (("in flight", narrow), ("replicas of generate, reward and group each", wide)):
+        for point in points if len(points) > 1 else ():
+            cost, base, name = costs[point], costs[points[0]], f"{point.in_flight:,} x {point.replicas}"
+            figures = {
+                "CPU ms a rollout": cost.cpu_ms,
+                "by the smallest": cost.cpu_ms / base.cpu_ms,
+                "wake-ups a rollout": cost.wakeups,
+                "wake-ups by the smallest": cost.wakeups / base.wakeups,
+                "rollouts": float(cost.rollouts),
+                "seconds": cost.seconds,
+            }
+            series += [Series(title, name, unit, [value]) for unit, value in (figures | cost.by_process).items()]
     return series
 
 

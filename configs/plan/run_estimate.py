@@ -137,15 +137,18 @@ def _work(config: Config, shape: ModelShape) -> Work:
 
 
 def _scored(config: Config) -> float:
-    """Forward passes before the update: for the old log-probs, again for those of later steps, of the reference."""
+    """Forward passes before the update: for the old log-probs, which the first step mostly finds itself, again for
+    those of later steps, of the reference."""
     algorithm, correction, loss_type = config.algorithm, config.correction, config.train.loss_type
     if loss_type == "sft_loss":
         return 0
     steps = config.train.num_steps_per_rollout or 1
-    old = scores_old(algorithm, correction, config.distill, loss_type=loss_type, steps=steps)
+    first, old = (
+        scores_old(algorithm, correction, config.distill, loss_type=loss_type, steps=count) for count in (1, steps)
+    )
     again = loss_type == "policy_loss" and needs(algorithm, correction) == "current"
     reference = (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0) or algorithm.kl_coef > 0
-    return old + again * (steps - 1) / steps + reference
+    return (first or old * (steps - 1) / steps) + again * (steps - 1) / steps + reference
 
 
 # --------------------------------------------------------------------------------------------------

@@ -202,13 +202,27 @@ class RunningBatch:
 
     def _complete(self) -> None:
         """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""
+        spec = self._spec
+        self._parts = partition(self._rollouts, self._steps, whole_groups=spec.whole_groups)
+        if self._needs.old_log_probs and not self._needs.first_step:
+            self._spare_first_step()
         self.work(everything=True)
         self._old_log_probs.fill_apart([example for rollout in self._rollouts for example in rollout.examples])
-        spec = self._spec
         if self._needs.advantages:
             self._batch_metrics = decide_advantages(self._rollouts, spec, self._needs, self._index)
-        self._parts = partition(self._rollouts, self._steps, whole_groups=spec.whole_groups)
         self._completed = True
+
+    def _spare_first_step(self) -> None:
+        """The pass that trains the first step finds its old log-probs. Those that are known already, since their
+        sequences came early, are forgotten: no number hangs on when a sequence came."""
+        first = [example for rollout in self._parts[0] for example in rollout.examples]
+        for example in first:
+            example.old_log_probs = example.current_log_probs = None
+        own, waiting = {id(example) for example in first}, self._unscored.take_all()
+        self._unscored.extend(example for example in waiting if id(example) not in own)
+        if spared := [example for example in waiting if id(example) in own]:
+            assigned = assign_all(spared, self._models.packing, self._models.dp_group.dp_size)
+            self._old_log_probs.fill(assigned, replace(self._needs, old_log_probs=False))
 
     def _next_part(self) -> None:
         """Make the next part of the batch the running step, and establish its statistics."""

@@ -14,6 +14,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms import tokens as token_module
 from models.algorithms.advantages import Episode, batch_advantages
 from models.errors import InvalidSequence, TrainConfigInvalid
+from models.train import trainer
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
 from tests.models.train import rig
@@ -66,6 +67,50 @@ def test_no_forward_pass_is_made_without_need(backend, fields: dict[str, Any], f
     calls = counted(made)
     rig.train_batch(made, rig.make_sequences(1, rewards=True))
     assert (len(calls), sum(calls)) == (forwards, graphs)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_kl_loss": True, "kl_loss_coef": 0.1}], ids=["alone", "beside a reference"]
+)
+def test_the_first_step_finds_its_old_log_probs_itself(  # type: ignore[no-untyped-def]
+    backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], early: bool
+) -> None:
+    """Also of sequences that came early and were scored; the update is that of a batch which was scored whole."""
+    if fields:
+        moved = backend(lr=5e-2)
+        rig.train_batch(moved, rig.make_sequences(2))
+        moved.save(tmp_path / "moved")
+        fields = {**fields, "ref_load": str(tmp_path / "moved" / "hf")}
+    batch, scored = rig.make_sequences(3, groups=4), []
+    original = running_batch.OldLogProbPass._score
+
+    def spy(self: Any, assigned: Any, score: Any, *names: str) -> None:
+        scored.extend(names * len(assigned.examples))
+        original(self, assigned, score, *names)
+
+    def trained() -> list[rig.Trained]:
+        scored.clear()
+        made = backend(**fields)
+        made.begin_batch(rollouts=len(batch), steps=2)
+        made.accumulate(batch[:6])
+        if early:
+            made.flush()
+        return [rig.train_step(made, [batch[6:]] if step == 0 else []) for step in range(2)]
+
+    monkeypatch.setattr(running_batch.OldLogProbPass, "_score", spy)
+    found, keys = trained(), sorted({(one.group_id, one.rollout_id) for one in batch})
+    examples = [(at, one) for at, one in enumerate(batch) if one.loss_mask.any()]
+    due = [at < 6 * early or (one.group_id, one.rollout_id) in keys[len(keys) // 2 :] for at, one in examples]
+    assert found[0][0]["train/ppo_kl"] == 0.0
+    assert scored.count("old_log_probs") == sum(due) < len(examples)
+    assert scored.count("ref_log_probs") == (len(examples) if fields else 0)
+    needs = trainer.batch_needs
+    monkeypatch.setattr(trainer, "batch_needs", lambda *a, **k: dataclasses.replace(needs(*a, **k), first_step=True))
+    for one, other in zip(found, trained(), strict=True):
+        assert one[0]["train/loss"] == pytest.approx(other[0]["train/loss"], abs=1e-6)
+        rig.same(one[1], other[1])
+    assert scored.count("old_log_probs") == len(examples)
 
 
 def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
