@@ -134,8 +134,7 @@ def train(device: str, home: Path, size: str) -> dict[str, Any]:
     found = json.loads((home / "train.json").read_text())
     figures: dict[str, Any] = {}
     for series in found["series"]:
-        title = f"{series['name']}: {series['setting'].partition(': ')[2]}, {series['unit']}"
-        figures[title] = float(np.median(series["values"]))
+        figures[f"{series['name']}: {series['unit']}"] = float(np.median(series["values"]))
     if device == "cuda":
         budget = ["--max-tokens-per-gpu", "16384", *(["--gradient-checkpointing"] if size == "4B" else [])]
         planned = resolve(load([*QUICKSTART, "--train-dtype", "bfloat16", *budget]).config)

@@ -126,19 +126,24 @@ def markdown(document: Document) -> str:
     lines = ["| | contender | median | lowest | highest | by baseline |", "|---|---|---|---|---|---|"]
     bases = {one.setting: one.median for one in document.series if one.name == document.baseline}
     for one in document.series:
-        values = one.median, min(one.values), max(one.values)
-        median, lowest, highest = (f"{value:{',.0f' if value >= 1000 else '.3g'}}" for value in values)
+        median, lowest, highest = map(figure, (one.median, min(one.values), max(one.values)))
         ratio = f"{one.median / bases[one.setting]:.2f}" if bases.get(one.setting) else ""
         name = f"{one.name} ({one.note.strip('()')})" if one.note else one.name
         lines.append(f"| {one.setting} | {name} | {median} {one.unit} | {lowest} | {highest} | {ratio} |")
     return "\n".join([*lines, "", how])
 
 
+def figure(value: float) -> str:
+    return f"{value:{',.0f' if value >= 1000 else '.3g'}}"
+
+
 def by_unit(series: Sequence[Series]) -> list[str]:
-    """A table with a line for each contender and a column for each unit, of medians; none if all have one unit."""
+    """A table with a line for each contender and a column for each unit, of medians with their range; none if all have
+    one unit."""
     units, rows = dict.fromkeys(one.unit for one in series), dict[tuple[str, str], dict[str, str]]()
     for one in series:
-        rows.setdefault((one.setting, one.name), {})[one.unit] = f"{one.median:.3g}"
+        spread = f" ({figure(min(one.values))} to {figure(max(one.values))})" if len(one.values) > 1 else ""
+        rows.setdefault((one.setting, one.name), {})[one.unit] = figure(one.median) + spread
     if all(len(cells) == 1 for cells in rows.values()):
         return []
     lines = [f"| | contender | {' | '.join(units)} |", "|---|---" + "|---" * len(units) + "|"]

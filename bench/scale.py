@@ -74,6 +74,7 @@ WARM_UP, COUNTED = 2, 4  # batches
 LEAST_ROLLOUTS: Final = 1500
 LENGTH: Final = 64
 STAGES: Final = ("generate", "reward", "group")
+CPU, WOKEN = "CPU ms a rollout", "wake-ups a rollout"
 POLL_S: Final = 0.1
 
 
@@ -92,16 +93,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def batches(self) -> int:
         """Small batches are many, so that there is something to count."""
         return max(3 if self.in_flight > 50_000 else COUNTED, LEAST_ROLLOUTS // (self.groups * MEMBERS))
-
-
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the counted batches, per rollout: CPU milliseconds, wake-ups; and the seconds and rollouts that they took."""
-
-    cpu_ms: float
-    wakeups: float
-    seconds: float
-    rollouts: int
-    by_process: dict[str, float]  # CPU milliseconds per rollout, of the processes of one name together
 
 
 def flags(point: Point) -> list[str]:
@@ -123,17 +114,18 @@ def flags(point: Point) -> list[str]:
     ]  # fmt: skip
 
 
-def measure(point: Point) -> Cost:
+def measure(point: Point) -> dict[str, float]:
+    """By unit, and by process: CPU milliseconds for each rollout."""
     looks = watched(flags(point), before=WARM_UP + point.batches)
     (_, began, before), (_, ended, after) = next(look for look in looks if look[0] >= WARM_UP), looks[-1]
     rollouts = ended - began
-    return Cost(
-        cpu_ms=1e3 * (after.cpu_s - before.cpu_s) / rollouts,
-        wakeups=(after.wakeups - before.wakeups) / rollouts,
-        seconds=after.at_s - before.at_s,
-        rollouts=rollouts,
-        by_process=by_name(before, after, rollouts),
-    )
+    return {
+        CPU: 1e3 * (after.cpu_s - before.cpu_s) / rollouts,
+        WOKEN: (after.wakeups - before.wakeups) / rollouts,
+        "rollouts": rollouts,
+        "seconds": after.at_s - before.at_s,
+        **by_name(before, after, rollouts),
+    }
 
 
 def watched(flags: Sequence[str], before: int) -> list[tuple[int, int, Usage]]:
@@ -182,7 +174,7 @@ def steps(metrics: Path, child: subprocess.Popen[bytes]) -> Iterator[tuple[int, 
         time.sleep(POLL_S)
 
 
-def report(costs: Mapping[Point, Cost]) -> list[Series]:
+def report(costs: Mapping[Point, Mapping[str, float]]) -> list[Series]:
     """By rollouts in flight with the fewest replicas, and by replicas with as many in flight; ratios are to the
     smallest run of each."""
     series: list[Series] = []
@@ -192,16 +184,9 @@ def report(costs: Mapping[Point, Cost]) -> list[Series]:
     wide = [point for point in costs if point.in_flight == common]
     for title, points in (("in flight", narrow), ("replicas of generate, reward and group each", wide)):
         for point in points if len(points) > 1 else ():
-            cost, base, name = costs[point], costs[points[0]], f"{point.in_flight:,} x {point.replicas}"
-            figures = {
-                "CPU ms a rollout": cost.cpu_ms,
-                "by the smallest": cost.cpu_ms / base.cpu_ms,
-                "wake-ups a rollout": cost.wakeups,
-                "wake-ups by the smallest": cost.wakeups / base.wakeups,
-                "rollouts": float(cost.rollouts),
-                "seconds": cost.seconds,
-            }
-            series += [Series(title, name, unit, [value]) for unit, value in (figures | cost.by_process).items()]
+            ratios = {f"{unit}, by the smallest": costs[point][unit] / costs[points[0]][unit] for unit in (CPU, WOKEN)}
+            name = f"{point.in_flight:,} x {point.replicas}"
+            series += [Series(title, name, unit, [value]) for unit, value in {**ratios, **costs[point]}.items()]
     return series
 
 
@@ -222,7 +207,7 @@ def main() -> None:
     in_flight = options.in_flight or ([100, 1000] if options.quick else [100, 1000, 10_000])
     replicas = options.replicas or ([1, 2] if options.quick else [1, 4, 16])
     about = machine(["pyzmq", "msgspec", "aiohttp"])
-    costs: dict[Point, Cost] = {}
+    costs: dict[Point, dict[str, float]] = {}
     for point in points(in_flight, replicas, options.wide):
         print(f"{point.in_flight:,} in flight, {point.replicas} replicas of each stage", flush=True)
         costs[point] = measure(point)

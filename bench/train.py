@@ -2,7 +2,8 @@
 
 One recorded batch of rollouts, trained again and again by each backend. `share of peak` is the FLOPs that the
 mathematics needs (see models.train.work), by time, by the speed of matrix products of the same dtype in the
-same processes; on a GPU also by the maker's figure (MFU).
+same processes; on a GPU also by the maker's figure (MFU). `balance`: what data-parallel processes compute, by what the
+one with most does; `exported`: bytes of the weights of one version.
 
 Without a GPU, small models; with one, --size takes the shapes of Qwen3 in bfloat16, with random weights. A backend that
 is not installed is listed as missing.
@@ -46,7 +47,7 @@ class Measured(msgspec.Struct, frozen=True):
     export_s: list[float]
     peak_flops: float  # by matrix products, all processes together
     memory_bytes: int  # of the fullest GPU; 0 on a CPU
-    padding_frac: float
+    counts: dict[str, float]
 
 
 def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_s: float) -> dict[str, Measured | str]:
@@ -103,7 +104,7 @@ def _measure(setting: Setting, contender: Contender) -> Measured:
     trainer = _trainer(setting, contender)
     batch = setting.batch()
     metrics: dict[str, float] = {}
-    step_s, export_s = [], []
+    step_s, export_s, exported = [], [], 0
     for number in range(setting.rounds + 1):
         started = _now(setting)
         trainer.begin_batch(rollouts=len(batch), steps=1)
@@ -112,8 +113,7 @@ def _measure(setting: Setting, contender: Contender) -> Measured:
         step_s.append(_now(setting) - started)
         if number:
             started = _now(setting)
-            for _ in trainer.export_weights():
-                continue
+            exported = sum(tensor.nbytes for _, tensor in trainer.export_weights())
             export_s.append(_now(setting) - started)
     memory = torch.cuda.max_memory_allocated() if setting.device == "cuda" else 0
     return Measured(
@@ -121,7 +121,12 @@ def _measure(setting: Setting, contender: Contender) -> Measured:
         export_s=export_s,
         peak_flops=max(peak, _peak(setting)),
         memory_bytes=int(_over_processes(memory, torch.distributed.ReduceOp.MAX)),
-        padding_frac=metrics["train/padding_frac"],
+        counts={
+            "% padding": 100 * metrics["train/padding_frac"],
+            "micro-batches": metrics["train/micro_batches"],
+            "% balance": 100 * metrics.get("train/dp_balance", 1.0),
+            "MB exported": exported / 1e6,
+        },
     )
 
 
@@ -226,17 +231,17 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
         if isinstance(one, str):
             remarks.append(f"{name}: not measured, {one}")
             continue
-        peak = peaks[processes[name]]
-        out += [
-            Series(f"{title}: speed", name, "tokens/s", [work.sequence_tokens / s for s in one.step_s]),
-            Series(f"{title}: share of peak", name, "% of matmul", [100 * flops / s / peak for s in one.step_s]),
-            Series(f"{title}: weight export", name, "ms", [1e3 * s for s in one.export_s]),
-        ]
+        peak, count = peaks[processes[name]], processes[name]
+        figures = {
+            "tokens/s": [work.sequence_tokens / step for step in one.step_s],
+            "% of matmul peak": [100 * flops / step / peak for step in one.step_s],
+            "ms of export": [1e3 * seconds for seconds in one.export_s],
+            **{unit: [value] for unit, value in one.counts.items()},
+        }
         if published is not None:
-            mfu = [100 * flops / s / (published * 1e12 * processes[name]) for s in one.step_s]
-            out.append(Series(f"{title}: MFU", name, "% of published", mfu))
-            out.append(Series(f"{title}: memory", name, "GB of a GPU", [one.memory_bytes / 1e9]))
-        remarks.append(f"{name}: padding {100 * one.padding_frac:.1f} % of the computed tokens")
+            figures["% MFU"] = [100 * flops / step / (published * 1e12 * count) for step in one.step_s]
+            figures["GB of a GPU"] = [one.memory_bytes / 1e9]
+        out += [Series(title, name, unit, values) for unit, values in figures.items()]
     remarks += [f"matmul peak, {world} at once: {peak / 1e9:,.0f} GFLOP/s" for world, peak in sorted(peaks.items())]
     return out, remarks
 

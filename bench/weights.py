@@ -133,7 +133,7 @@ def main() -> None:
     remarks = [
         f"{rounds} interleaved rounds, medians; everything on one machine of {about.cores} cores, load "
         f"{about.load_1min:.1f} at the start",
-        "the engines of a setting update one after the other (--update-weight-rolling 1); landed includes the "
+        "the engines of a setting update side by side; landed includes the "
         "trainer's write into the slot and its digest, for delta also the compression",
         "gloo over loopback on a CPU: this is no measurement of NCCL, CUDA IPC or a network",
     ]

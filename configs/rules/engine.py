@@ -132,7 +132,7 @@ def warnings(config: Config) -> Iterator[str]:
         )
     if config.asynchrony.colocate and route == "distributed":
         yield "--update-weight-transport distributed cannot join two processes on one GPU; with --colocate use tensor"
-    if config.update.update_weight_rolling > max(1, engine_count(config)):
+    if (config.update.update_weight_rolling or 0) > max(1, engine_count(config)):
         yield (
             f"--update-weight-rolling {config.update.update_weight_rolling} lets all {engine_count(config)} engines "
             "stand still at once"

@@ -1,6 +1,7 @@
 """One update of one engine: its turn, the transfer of the bytes, and the check of the result.
 
-Engines update in the order of their names, `--update-weight-rolling` at a time; the others serve.
+Engines update all at once; with `--update-weight-rolling` so many at a time, in the order of their names, while the
+others serve.
 
 Invariants:
 - the label goes with the last bucket, and so does the flush of the cache: until then the weights do not count as new;
@@ -46,8 +47,8 @@ TURN_TIMEOUT_S = 10.0  # how long an engine waits for previous engines that have
 TURN_LIMIT_S = 600.0  # and for previous engines that are updating
 
 
-async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncement, rolling: int) -> None:
-    """Waits until fewer than `rolling` of the previous engines, by name, still lack the version.
+async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncement, rolling: int | None) -> None:
+    """Waits until fewer than `rolling` of the previous engines, by name, still lack the version; None: not at all.
 
     So at most `rolling` engines stand still at once: all updating engines precede the last of them by name.
     Unblocked by their entries, by their death (their entries then cease to count), or by a time limit, so that an
@@ -60,7 +61,7 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
         wanted = (announcement.run_generation, announcement.version)
         before = (entry for name, entry in carrying(topic).items() if name < engine)
         lacking = [entry for entry in before if (entry.run_generation, entry.version) < wanted]
-        if len(lacking) < rolling:
+        if rolling is None or len(lacking) < rolling:
             return
         if any(entry.fetching >= 0 for entry in lacking):
             idle_since = now

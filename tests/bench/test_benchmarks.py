@@ -20,7 +20,7 @@ from bench.off_policy import LATE, without_late
 from bench.plan import QUICK, Efficiency, Job, changes, measure, search, shape_of, speed_of, splits, weight_bytes
 from bench.report import Series, by_unit
 from bench.rigs.sums import Row, sequence
-from bench.scale import Cost, Point, points, report, usage
+from bench.scale import CPU, WOKEN, Point, points, report, usage
 from configs.schema.model_shapes import total_parameters
 from models.train.interface import TrainSequence
 
@@ -160,17 +160,17 @@ def test_one_thing_changes_between_the_runs_of_a_series() -> None:
 
 
 def test_ratios_are_to_the_smallest_run() -> None:
-    cost = Cost(cpu_ms=2.0, wakeups=5.0, seconds=1.0, rollouts=100, by_process={"generate": 1.0})
+    cost = {CPU: 2.0, WOKEN: 5.0, "seconds": 1.0, "rollouts": 100, "generate": 1.0}
     small, large = Point(in_flight=100, replicas=1), Point(in_flight=1000, replicas=1)
-    series = report({small: cost, large: replace(cost, cpu_ms=3.0)})
+    series = report({small: cost, large: cost | {CPU: 3.0}})
     assert {one.setting for one in series} == {"in flight"}, "one number of replicas is no series"
-    assert [one.values for one in series if one.unit == "CPU ms a rollout"] == [[2.0], [3.0]]
-    assert [one.values for one in series if one.unit == "by the smallest"] == [[1.0], [1.5]]
+    assert [one.values for one in series if one.unit == CPU] == [[2.0], [3.0]]
+    assert [one.values for one in series if one.unit == f"{CPU}, by the smallest"] == [[1.0], [1.5]]
 
 
 def test_contenders_with_several_units_have_a_line_each() -> None:
     found = by_unit(
         [Series("a", "x", "s", [3.0, 1.0, 2.0]), Series("a", "x", "%", [7.0]), Series("a", "y", "%", [0.5])]
     )
-    assert found == ["| | contender | s | % |", "|---|---|---|---|", "| a | x | 2 | 7 |", "| a | y |  | 0.5 |"]
+    assert found == ["| | contender | s | % |", "|---|---|---|---|", "| a | x | 2 (1 to 3) | 7 |", "| a | y |  | 0.5 |"]
     assert by_unit([Series("a", "x", "s", [1.0]), Series("a", "y", "%", [1.0])]) == []

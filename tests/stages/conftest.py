@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema.rollout import UpdateConfig
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from tests.stages.engine_rig import Log, record_exchanges
 from tests.stages.fleet_rig import Fleet, open_fleet
@@ -35,6 +36,14 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """An engines stage that follows a topic, without engines yet. Tests with other settings use `open_fleet`."""
     with time_limit():
         async with open_fleet(tmp_path, monkeypatch) as opened:
+            yield opened
+
+
+@pytest.fixture
+async def in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    """The same, whose engines update one after the other."""
+    with time_limit():
+        async with open_fleet(tmp_path, monkeypatch, update=UpdateConfig(update_weight_rolling=1)) as opened:
             yield opened
 
 

@@ -72,17 +72,17 @@ async def test_an_engine_in_doubt_gets_bytes_that_were_verified_for_it(fleet: Fl
     assert fleet.labels() == ["0.1", "0.1"]
 
 
-async def test_engines_prepare_before_their_turn_and_go_on_serving(fleet: Fleet) -> None:
+async def test_engines_prepare_before_their_turn_and_go_on_serving(in_turns: Fleet) -> None:
     """Both of two verify and prepare while the first is being updated; the second is not asked to pause."""
-    servers = await fleet.serving(2)
-    asked = fleet.count_calls()
-    go, _ = await fleet.held_in_update(servers[0].url)
+    servers = await in_turns.serving(2)
+    asked = in_turns.count_calls()
+    go, _ = await in_turns.held_in_update(servers[0].url)
     await until(lambda: (servers[1].url, "/prepare_weights") in asked)
     await idle()
     assert (servers[1].url, "/pause_generation") not in asked
-    assert (fleet.entry(1).state, fleet.entry(1).fetching, fleet.entry(1).version) == ("serving", -1, 0)
+    assert (in_turns.entry(1).state, in_turns.entry(1).fetching, in_turns.entry(1).version) == ("serving", -1, 0)
     go.set()
-    await fleet.all_landed(1)
+    await in_turns.all_landed(1)
     for server in servers:
         calls = [path for url, path in asked if url == server.url]
         assert calls.count("/prepare_weights") == 1, "once for each version"
@@ -105,17 +105,17 @@ async def test_what_goes_wrong_ahead_of_the_turn_is_judged_in_the_turn(fleet: Fl
     assert fleet.failures() == refusals - 1
 
 
-async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(fleet: Fleet) -> None:
+async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(in_turns: Fleet) -> None:
     """What was prepared from it is never taken."""
-    servers = await fleet.serving(2)
-    go, asked = await fleet.held_in_update(servers[0].url)
+    servers = await in_turns.serving(2)
+    go, asked = await in_turns.held_in_update(servers[0].url)
     await idle()
     for version in (2, 3):  # 3 into the slot of version 1
-        fleet.weights.publish(version)
+        in_turns.weights.publish(version)
     go.set()
-    await fleet.all_landed(3)
+    await in_turns.all_landed(3)
     assert [update.label for update in asked if update.url == servers[1].url] == ["0.3"]
-    assert fleet.failures(1) == 0
+    assert in_turns.failures(1) == 0
 
 
 # Buckets: the next one is copied while one is sent.

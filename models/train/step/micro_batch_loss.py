@@ -124,8 +124,11 @@ class StepTotals:
     kept: torch.Tensor | int = 0  # tokens that no rejection rule removed
     costs: Counter[str] = field(default_factory=Counter)
 
-    def count(self, batches: Sequence[MicroBatch]) -> None:
-        """Note what micro-batches cost; blank ones are not counted."""
+    def count(self, batches: Sequence[MicroBatch], rank_costs: Sequence[float] = ()) -> None:
+        """Note what micro-batches cost; blank ones are not counted. `rank_costs`: of all data-parallel ranks, which
+        meet behind them."""
+        if len(rank_costs) > 1:
+            self.costs.update(rank_cost=int(sum(rank_costs) / len(rank_costs)), slowest_rank_cost=int(max(rank_costs)))
         for batch in batches:
             if not batch.blank:
                 self.costs.update(
@@ -151,6 +154,8 @@ class StepTotals:
         """Metrics of the step, for its denominators."""
         out = self.metrics.result(denominator, loss_denominator=loss_denominator)
         used, padded, apart = (self.costs[f"{kind}_tokens"] for kind in ("used", "padded", "sequence"))
+        if slowest := self.costs["slowest_rank_cost"]:
+            out["train/dp_balance"] = self.costs["rank_cost"] / slowest
         out["train/micro_batches"] = float(self.costs["micro_batches"])
         out["train/padding_frac"] = 1.0 - used / padded if padded else 0.0
         out["train/shared_prompt_frac"] = 1.0 - used / apart if apart else 0.0

@@ -251,6 +251,10 @@ class Assigned:
     by_dp_rank: list[list[Layout]]
     examples: list[Example]
 
+    def costs(self, packing: Packing) -> list[float]:
+        """Of each data-parallel rank."""
+        return [sum(_cost(layout, packing) for layout in layouts) for layouts in self.by_dp_rank]
+
     def __bool__(self) -> bool:
         return any(self.by_dp_rank)
 

@@ -185,7 +185,7 @@ class RunningBatch:
             self._models.backward(own, self._statistics, self.totals)
         if self._models.critic is not None:
             self._models.critic.backward(own)
-        self.totals.count(own)
+        self.totals.count(own, assigned.costs(self._models.packing))
 
     # ------------------------------------------------------------------ the step
 

@@ -123,6 +123,7 @@ class Recorder:
         self.trained: list[int] = []  # micro-batches of each pass
         self.scored: dict[str, list[int]] = {"policy": [], "reference": []}
         self.seen: list[tuple[int, int]] = []  # rollouts that were trained
+        self.metrics: dict[str, float] = {}  # of the step
 
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
         self.scored[model].append(len(batches))
@@ -147,7 +148,7 @@ def trained(models: Recorder, batch: Sequence[Sequence[TrainSequence]], **algori
         trainer.accumulate(group)
         if at % 10 == 9:
             trainer.flush()
-    trainer.step()
+    models.metrics = trainer.step()
     return models
 
 
@@ -187,7 +188,9 @@ def test_a_batch_that_is_there_is_dealt_to_the_ranks_by_cost(monkeypatch: pytest
         models = Recorder(8, 1)
         models.packing = packing
         trained(models, calls)
-        return sum(sum(ranks) / len(ranks) for ranks in costs) / sum(max(ranks) for ranks in costs)
+        found = sum(sum(ranks) / len(ranks) for ranks in costs) / sum(max(ranks) for ranks in costs)
+        assert models.metrics["train/dp_balance"] == pytest.approx(found, rel=1e-4)  # of whole units
+        return found
 
     monkeypatch.setattr(running_batch, "micro_batches", noted)
     assert balance([[one for group in batch for one in group]]) > 0.99
