@@ -223,7 +223,7 @@ class UpdateConfig(Section, frozen=True, kw_only=True):
     update_weight_buffer_size: Annotated[Count, ReadBy("--update-weight-transport distributed or tensor")] = 512 << 20
     """bytes of one bucket of the routes distributed and tensor"""
     update_weight_rolling: Count | None = None
-    """most engines that are paused for an update at the same time; default: all, so a version is everywhere soonest"""
+    """most engines that are paused for an update at the same time; default: all, or one with the route distributed"""
     update_weight_delta_dir: Annotated[str | None, ReadBy("--update-weight-transport delta")] = None
     """directory of the delta route that trainer and engines share; default: in the run"""
     update_weight_max_failures: Count = 5

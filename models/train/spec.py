@@ -233,7 +233,7 @@ class BatchNeeds:
 
     whole_batch: bool = False
     old_log_probs: bool = False  # log-probs under the weights of the batch's start
-    first_step: bool = False  # also those of the first step, which its own pass would find
+    score_first_step: bool = False  # also those of the first step, which its own pass would find
     values: bool = False  # of a critic
     advantages: bool = False  # of tokens, decided over the whole batch
     student_is_sampler: bool = False  # KL in the reward and distillation compare with mu
@@ -249,12 +249,12 @@ def batch_needs(spec: TrainSpec, *, steps: int, reference_apart: bool = False) -
     several = steps > 1 or reference_apart
     if spec.supervised:
         return BatchNeeds(whole_batch=several)
-    old_log_probs, first_step = (
+    old_log_probs, score_first_step = (
         scores_old(algorithm, correction, spec.distill, loss_type=spec.train.loss_type, steps=count)
         for count in (steps, 1)
     )
     if spec.whole_groups:  # its groups stay together, which only the whole batch shows
-        return BatchNeeds(whole_batch=True, old_log_probs=old_log_probs, first_step=first_step)
+        return BatchNeeds(whole_batch=True, old_log_probs=old_log_probs, score_first_step=score_first_step)
     opd, subtracts_kl, values = spec.opd_kl_coef is not None, spec.reward_kl, spec.uses_critic
     functions = (algorithm.custom_advantage_function_path, algorithm.rollout_data_postprocess_path)
     advantages = functions != (None, None) or (
@@ -263,7 +263,7 @@ def batch_needs(spec: TrainSpec, *, steps: int, reference_apart: bool = False) -
     return BatchNeeds(
         whole_batch=several or old_log_probs or advantages or values,
         old_log_probs=old_log_probs,
-        first_step=first_step,
+        score_first_step=score_first_step,
         values=values,
         advantages=advantages,
         student_is_sampler=not correction.recomputes,

@@ -72,7 +72,7 @@ class FilterState:
 
 def zero_std(slice_: RolloutSlice) -> str | None:
     """`zero_std_<mean>` if the raw rewards are all equal (population std <= 1e-6), or there are fewer than two."""
-    rewards = raw_returns(slice_.samples).tolist()  # of a few numbers: numpy's own would take ten times as long
+    rewards = raw_returns(slice_.samples).tolist()  # a few numbers, for which numpy's own std takes far longer
     n, mean = len(rewards), sum(rewards) / max(len(rewards), 1)
     if n >= 2 and math.dist(rewards, [mean] * n) / math.sqrt(n) > ZERO_STD:
         return None

@@ -223,7 +223,7 @@ def test_the_work_is_that_of_the_passes_that_the_trainer_makes() -> None:
         needed = batch_needs(spec, steps=steps)
         later = (steps - 1) / steps  # share of the batch that is trained by later steps than the first
         again = later if needed.statistics == "current" else 0
-        expected = needed.old_log_probs * (1 if needed.first_step else later) + again + spec.uses_reference
+        expected = needed.old_log_probs * (1 if needed.score_first_step else later) + again + spec.uses_reference
         assert _scored(config) == expected, parts
         found.add(expected)
     assert found == {0, 0.75, 1, 2, 1.75, 2.75}

@@ -20,7 +20,8 @@ from models.errors import CheckpointUnavailable
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.weights.delta import differences, full_versions
 from stages.engines.stage import END
-from stages.ports import SameHost
+from stages.messages import WeightsAnnouncement
+from stages.ports import SameHost, Topic
 from stages.topic_values import LEAVE, addresses, carrying, entries, updates_ended
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import SLOW_MS, Log, check_continued, core_of, freeze, sent_to, simulated, started
@@ -354,6 +355,20 @@ async def test_at_most_so_many_engines_stand_still(
         for version in (1, 2):
             await one.land(version)
     assert most == (rolling or 4)
+
+
+async def test_by_broadcasts_engines_update_one_after_the_other(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender holds a bucket on its GPU for each."""
+    asked: list[tuple[str, int | None]] = []
+
+    async def turn(topic: Topic, engine: str, announcement: WeightsAnnouncement, rolling: int | None) -> None:
+        asked.append((announcement.transport, rolling))
+
+    await fleet.serving()
+    monkeypatch.setattr("stages.engines.engine_control.await_turn", turn)
+    fleet.weights.announce(msgspec.structs.replace(fleet.weights.write(1), transport="distributed"))
+    await until(lambda: bool(asked))
+    assert asked[0] == ("distributed", 1)
 
 
 @pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])

@@ -204,7 +204,7 @@ class RunningBatch:
         """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""
         spec = self._spec
         self._parts = partition(self._rollouts, self._steps, whole_groups=spec.whole_groups)
-        if self._needs.old_log_probs and not self._needs.first_step:
+        if self._needs.old_log_probs and not self._needs.score_first_step:
             self._spare_first_step()
         self.work(everything=True)
         self._old_log_probs.fill_apart([example for rollout in self._rollouts for example in rollout.examples])

@@ -106,7 +106,9 @@ def test_the_first_step_finds_its_old_log_probs_itself(  # type: ignore[no-untyp
     assert scored.count("old_log_probs") == sum(due) < len(examples)
     assert scored.count("ref_log_probs") == (len(examples) if fields else 0)
     needs = trainer.batch_needs
-    monkeypatch.setattr(trainer, "batch_needs", lambda *a, **k: dataclasses.replace(needs(*a, **k), first_step=True))
+    monkeypatch.setattr(
+        trainer, "batch_needs", lambda *a, **k: dataclasses.replace(needs(*a, **k), score_first_step=True)
+    )
     for one, other in zip(found, trained(), strict=True):
         assert one[0]["train/loss"] == pytest.approx(other[0]["train/loss"], abs=1e-6)
         rig.same(one[1], other[1])
