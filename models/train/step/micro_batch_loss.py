@@ -128,7 +128,7 @@ class StepTotals:
         """Note what micro-batches cost; blank ones are not counted. `rank_costs`: of all data-parallel ranks, which
         meet behind them."""
         if len(rank_costs) > 1:
-            self.costs.update(rank_cost=int(sum(rank_costs) / len(rank_costs)), slowest_rank_cost=int(max(rank_costs)))
+            self.costs.update(dealt=int(1e3 * sum(rank_costs)), waited_for=int(1e3 * max(rank_costs) * len(rank_costs)))
         for batch in batches:
             if not batch.blank:
                 self.costs.update(
@@ -154,8 +154,8 @@ class StepTotals:
         """Metrics of the step, for its denominators."""
         out = self.metrics.result(denominator, loss_denominator=loss_denominator)
         used, padded, apart = (self.costs[f"{kind}_tokens"] for kind in ("used", "padded", "sequence"))
-        if slowest := self.costs["slowest_rank_cost"]:
-            out["train/dp_balance"] = self.costs["rank_cost"] / slowest
+        if waited_for := self.costs["waited_for"]:
+            out["train/dp_balance"] = self.costs["dealt"] / waited_for
         out["train/micro_batches"] = float(self.costs["micro_batches"])
         out["train/padding_frac"] = 1.0 - used / padded if padded else 0.0
         out["train/shared_prompt_frac"] = 1.0 - used / apart if apart else 0.0
