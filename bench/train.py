@@ -124,7 +124,7 @@ def _measure(setting: Setting, contender: Contender) -> Measured:
         counts={
             "% padding": 100 * metrics["train/padding_frac"],
             "micro-batches": metrics["train/micro_batches"],
-            "% balance": 100 * metrics.get("train/dp_balance", 1.0),
+            "% balance": 100 * metrics["train/dp_balance"],
             "MB exported": exported / 1e6,
         },
     )

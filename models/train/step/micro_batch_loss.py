@@ -127,8 +127,8 @@ class StepTotals:
     def count(self, batches: Sequence[MicroBatch], rank_costs: Sequence[float] = ()) -> None:
         """Note what micro-batches cost; blank ones are not counted. `rank_costs`: of all data-parallel ranks, which
         meet behind them."""
-        if len(rank_costs) > 1:
-            self.costs.update(dealt=int(1e3 * sum(rank_costs)), waited_for=int(1e3 * max(rank_costs) * len(rank_costs)))
+        waited_for = max(rank_costs, default=0.0) * len(rank_costs)
+        self.costs.update(dealt=int(1e3 * sum(rank_costs)), waited_for=int(1e3 * waited_for))
         for batch in batches:
             if not batch.blank:
                 self.costs.update(
@@ -154,8 +154,7 @@ class StepTotals:
         """Metrics of the step, for its denominators."""
         out = self.metrics.result(denominator, loss_denominator=loss_denominator)
         used, padded, apart = (self.costs[f"{kind}_tokens"] for kind in ("used", "padded", "sequence"))
-        if waited_for := self.costs["waited_for"]:
-            out["train/dp_balance"] = self.costs["dealt"] / waited_for
+        out["train/dp_balance"] = self.costs["dealt"] / self.costs["waited_for"] if self.costs["waited_for"] else 1.0
         out["train/micro_batches"] = float(self.costs["micro_batches"])
         out["train/padding_frac"] = 1.0 - used / padded if padded else 0.0
         out["train/shared_prompt_frac"] = 1.0 - used / apart if apart else 0.0

@@ -44,7 +44,7 @@ PPO: dict[str, Any] = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "gamma":
 PPO |= {"normalize_advantages": True, "bootstrap_truncated": True}
 TINY: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_position_embeddings": 128}
 # Metrics that depend on how micro-batches were packed.
-PACKING = frozenset(("train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"))
+PACKING = frozenset(("train/dp_balance", "train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"))
 
 # ---------------------------------------------------------------------- sequences
 
