@@ -50,6 +50,9 @@ def of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Requests, "params", params)
 
 
+ONE_SERVER = {"update_weight_rolling": 1}  # behind two proxies: two updates at once end it
+
+
 @asynccontextmanager
 async def on_sglang(
     tmp_path: Path, server: RealServer, *, bound: int | None = None, **rollout: Any
@@ -65,10 +68,11 @@ async def on_sglang(
         tensors=tensors_of([server.model, server.other]),
         pause_mode="retract",
         asynchrony={"max_staleness": bound},
+        update=ONE_SERVER,
         rollout={"rollout_max_response_len": LONG, "rollout_stop_token_ids": (), **rollout},
     ) as world:
         world.weights.publish(0)
-        for index in range(2):  # one after the other: two updates at once end a server
+        for index in range(2):
             proxy = await world.stack.enter_async_context(FaultProxy(server.url))
             world.proxies.append(proxy)
             world.rig.engine_at(proxy.url, engine=index)
@@ -200,10 +204,11 @@ async def test_turns_an_update_and_a_lost_engine(tmp_path: Path, sglang: RealSer
         start=0,
         streamed=True,
         pause_mode="retract",
+        update=ONE_SERVER,
         rollout={"rollout_max_response_len": 600, "rollout_stop_token_ids": tuple(range(3, 256, 11))},
         max_context=1000,
     ) as (world, _):
-        for index in range(2):  # one server behind two proxies; one after the other, for two updates at once end it
+        for index in range(2):
             world.proxies.append(await world.stack.enter_async_context(FaultProxy(sglang.url)))
             world.rig.engine_at(world.proxies[-1].url, engine=index)
             await world.weights.landed(0, engine=index)
