@@ -108,11 +108,10 @@ def main() -> None:
                 results.setdefault((ratio, buffer), []).append(measure(buffer, ratio, steps, seed=100 + number))
     series: list[Series] = []
     for (ratio, buffer), outcomes in results.items():
-        sync_s = statistics.median(one["s/batch"] for one in results[ratio, "0"])
+        place, sync_s = (f"W_t/W_g={ratio:g}", f"N={buffer}"), [one["s/batch"] for one in results[ratio, "0"]]
         for one in outcomes:
-            one["speed-up"] = sync_s / one["s/batch"]
-        for unit in outcomes[0]:
-            series.append(Series(f"W_t/W_g={ratio:g}", f"N={buffer}", unit, [one[unit] for one in outcomes]))
+            one["speed-up"] = statistics.median(sync_s) / one["s/batch"]
+        series += [Series(*place, unit, [one[unit] for one in outcomes]) for unit in outcomes[0]]
     remarks = [
         f"simulated engines and trainer at {SCALE:g} of real time; {ENGINES} engines of {SLOTS} slots, "
         f"{GROUPS} groups of {MEMBERS}, lognormal lengths (mean {LENGTH_MEAN}, sigma 1, cap {LENGTH_CAP})",

@@ -28,7 +28,15 @@ import pytest
 from msgspec.structs import replace
 
 from configs.schema import Config
-from models.checkpoint import CheckpointError, commit_directory, draft_path, final_path, read_manifest
+from models.checkpoint import (
+    CheckpointError,
+    Manifest,
+    commit_directory,
+    draft_path,
+    final_path,
+    read_manifest,
+    write_manifest,
+)  # fmt: skip
 from models.engines.access_token import read_token
 from models.errors import DeltaError, UserFault
 from models.families.source import read_hf_config
@@ -245,6 +253,20 @@ async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
         assert list(read_journal(rundir.ledger))[-1] == WentBack(2)
         assert resumed.began == Began(1900.0, 1127.0, Config().asynchrony.max_staleness)
         assert (resumed.effective.former_s, resumed.effective.steps) == (27.0, {1: 10.0})
+
+
+async def test_a_resume_removes_what_its_killed_predecessor_had_not_yet_removed(rundir: RunDir) -> None:
+    """Once it trains, for a refused resume changes nothing, and not what it was resumed from."""
+    for number in (1, 2, 3, 4):
+        draft = draft_path(rundir.checkpoints, number)
+        draft.mkdir(parents=True)
+        write_manifest(draft, Manifest(step=number, version=number, run_generation=0))
+        commit_directory(draft, final_path(rundir.checkpoints, number))
+    config = replace(Config(), checkpoint=replace(Config().checkpoint, keep_last_n=1))
+    with Recorder(config, rundir, resume_step=2) as resumed:
+        assert len([*rundir.checkpoints.iterdir()]) == 4
+        await resumed.step(StepDone(2, 2, (), {}, 0))
+    assert {path.name for path in rundir.checkpoints.iterdir()} == {"step-00000002", "step-00000004"}
 
 
 def test_a_summary_names_the_largest_bound_of_all_starts(rundir: RunDir) -> None:
