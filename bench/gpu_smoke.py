@@ -139,7 +139,7 @@ def train(device: str, home: Path, size: str) -> dict[str, Any]:
         budget = ["--max-tokens-per-gpu", "16384", *(["--gradient-checkpointing"] if size == "4B" else [])]
         planned = resolve(load([*QUICKSTART, "--train-dtype", "bfloat16", *budget]).config)
         memory = trainer_memory(planned, read_shape(model_config(size)))
-        figures["planner: memory, GB of a GPU"] = memory.total / 1e9 if memory is not None else None
+        figures["planner: GB of a GPU"] = memory.total / 1e9 if memory is not None else None
     figures["remarks"] = [remark for remark in found["remarks"] if "not " in remark]
     return figures
 

@@ -188,8 +188,8 @@ class Recorder:
                 self.training_started = self.last_step_s = now
                 self.view.begin()
                 # The start before may have been killed when it had not yet removed what its last checkpoint replaced.
-                rules = self.config.checkpoint
-                await asyncio.to_thread(prune, self.rundir.checkpoints, rules.keep_last_n, [self.resume_step or 0])
+                spare = self.spared | {self.resume_step or 0}
+                await asyncio.to_thread(prune, self.rundir.checkpoints, self.config.checkpoint.keep_last_n, spare)
             elif self._without_trainer_s is not None:  # no step includes the time without a trainer
                 self.last_step_s += now - self._without_trainer_s
             self._without_trainer_s = None

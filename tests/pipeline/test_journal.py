@@ -256,17 +256,18 @@ async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
 
 
 async def test_a_resume_removes_what_its_killed_predecessor_had_not_yet_removed(rundir: RunDir) -> None:
-    """Once it trains, for a refused resume changes nothing, and not what it was resumed from."""
-    for number in (1, 2, 3, 4):
+    """Once it trains, for a refused resume changes nothing; not what it was resumed from, or is to go back to."""
+    for number in (1, 2, 3, 4, 5):
         draft = draft_path(rundir.checkpoints, number)
         draft.mkdir(parents=True)
         write_manifest(draft, Manifest(step=number, version=number, run_generation=0))
         commit_directory(draft, final_path(rundir.checkpoints, number))
     config = replace(Config(), checkpoint=replace(Config().checkpoint, keep_last_n=1))
     with Recorder(config, rundir, resume_step=2) as resumed:
-        assert len([*rundir.checkpoints.iterdir()]) == 4
+        resumed.spared.add(3)
+        assert len([*rundir.checkpoints.iterdir()]) == 5
         await resumed.step(StepDone(2, 2, (), {}, 0))
-    assert {path.name for path in rundir.checkpoints.iterdir()} == {"step-00000002", "step-00000004"}
+    assert {path.name for path in rundir.checkpoints.iterdir()} == {f"step-0000000{n}" for n in (2, 3, 5)}
 
 
 def test_a_summary_names_the_largest_bound_of_all_starts(rundir: RunDir) -> None:
