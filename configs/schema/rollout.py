@@ -124,6 +124,8 @@ class SimulatedEngineConfig(Section, frozen=True, kw_only=True):
     """longest response, tokens"""
     update_s: NonNegative = 0.2
     """time that one weight update stalls the engine, seconds"""
+    prepare_s: NonNegative = 0.0
+    """time before it in which the engine reads the weights beside its requests, seconds"""
     time_scale: Positive = 1.0
     """multiply all times, e.g. 0.05 for a twentieth"""
     kv_tokens: Count = 1_000_000

@@ -33,6 +33,7 @@ class SimulatedEngine(EngineCore):
     ) -> None:
         simulated = config.simulated
         self._update_s = simulated.update_s * simulated.time_scale
+        self._prepare_s = simulated.prepare_s * simulated.time_scale
         self.schedule = Schedule(simulated, config.engine_slots, config.prefix_cache, label, model_path)
         path = Path(model_path, "config.json")
         checkpoint: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
@@ -115,7 +116,8 @@ class SimulatedEngine(EngineCore):
                 self._pump()
 
     async def prepare_weights(self, path: str, label: str | None) -> None:
-        """There are no tensors."""
+        """There are no tensors: requests go on for the configured time."""
+        await asyncio.sleep(self._prepare_s)
 
     async def relabel(self, label: str) -> None:
         self.schedule.relabel(self._now, label)

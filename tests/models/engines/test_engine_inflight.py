@@ -22,18 +22,30 @@ import pytest
 import safetensors
 import torch
 
+from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.client import EngineClient
-from models.engines.core import MemoryAccount
+from models.engines.core import MemoryAccount, nowhere
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.transformer import LiveWeights
 from models.engines.noise import sample_seed
 from models.engines.protocol import ErrorDetail, PauseMode, VersionSpan
+from models.engines.simulated.engine import SimulatedEngine
 from models.engines.simulated.responses import simulated_log_prob
 from models.engines.streamed import PartialOutputs
 from models.errors import EngineRefused, WeightsRefused
 from tests.models.engines.conftest import on_sglang, opened
 from tests.models.engines.forward_reference import by_one, by_spans
-from tests.models.engines.harness import Bench, Checkpoints, Target, ask, generating, simulated_token, until
+from tests.models.engines.harness import (
+    SIMULATED,
+    Bench,
+    Checkpoints,
+    Target,
+    ask,
+    generating,
+    one_completion,
+    simulated_token,
+    until,
+)
 
 TOLERANCE = 1e-5
 APART = 1e-3  # what two versions differ by, at the least, in most tokens
@@ -176,6 +188,18 @@ async def test_tokens_and_versions_can_be_recomputed(request: pytest.FixtureRequ
             for position in range(span.start, span.end)
         ]
         assert set(output.output_log_probs) == {simulated_log_prob(256)}
+
+
+async def test_a_simulated_engine_generates_while_it_prepares_weights() -> None:
+    """As the embedded one: what it prepares costs time, but no step."""
+    simulated = SimulatedEngineConfig(a_ms=1.0, c_ms=0.0, length_mean=3000.0, length_sigma=0.0, prepare_s=0.2)
+    engine = SimulatedEngine(msgspec.structs.replace(SIMULATED, simulated=simulated), "tiny", max_context_len=None)
+    engine.start(nowhere, lambda error: None)
+    engine.submit([one_completion([3, 1, 4], max_new=3000)])
+    await engine.prepare_weights("tiny", "w2")
+    engine.load()  # brings the schedule up to now
+    assert engine.schedule.totals.engine_steps > 190
+    await engine.stop()
 
 
 # Weights that were prepared: loaded beside those in use, and taken in the pause without a copy.
