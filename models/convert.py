@@ -1,8 +1,10 @@
-"""Checkpoints between Hugging Face and Megatron-core's distributed format, on the CPU.
+"""Checkpoints between Hugging Face and Megatron-core's distributed format, and to float8 and back, on the CPU.
 
     python -m models.convert hf-to-megatron --hf DIR --out DIR
     python -m models.convert megatron-to-hf --megatron DIR --out DIR
     python -m models.convert verify --megatron DIR --hf DIR
+    python -m models.convert to-float8 --hf DIR --out DIR
+    python -m models.convert to-bfloat16 --hf DIR --out DIR
 
 `DIR` of Megatron holds `megatron/` (tensors under Megatron's own names, in the format torch_dist, for any parallel
 layout), `config.json` and tokenizer, and `checksums.json`: of every Hugging Face tensor, dtype, shape and xxh3-128. A
@@ -18,16 +20,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from configs.schema.model_shapes import SCALE
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError, TrainStateUnreadable
+from models.families.source import CheckpointTensors
 
 CHECKSUMS: Final = "checksums.json"
 _SIZES: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -99,6 +104,33 @@ def verify(megatron: Path, hf: Path | None = None, sizes: dict[str, int] | None 
         loaded = _read_megatron(megatron, source, sizes)
         found = _checksums(loaded)
         return [] if loaded.rank else _differences(wanted, found, loaded.hf_config)
+
+
+def to_float8(hf: Path, out: Path) -> None:
+    """Write a checkpoint whose projections are in float8, with a scale for each block. Raises `TrainError`."""
+    from models.families.fp8 import BLOCK, quantised
+
+    def stored(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+        if tensor.ndim == 2 and re.search(r"_proj\w*\.weight$", name):
+            yield from zip((name, name + SCALE), quantised(tensor, BLOCK), strict=True)
+        else:
+            yield name, tensor
+
+    _rewrite(hf, out, stored)
+
+
+def to_bfloat16(hf: Path, out: Path) -> None:
+    """Write a checkpoint in float8 as one in bfloat16, which rounds its values. Raises `TrainError`."""
+    _rewrite(hf, out, lambda name, tensor: [(name, tensor.bfloat16() if tensor.is_floating_point() else tensor)])
+
+
+def _rewrite(hf: Path, out: Path, stored: Callable[[str, Any], Iterable[tuple[str, Any]]]) -> None:
+    """Write a checkpoint with what `stored` makes of each of its tensors, one at a time."""
+    from models.train.huggingface.hf_files import write_hf
+
+    _must_be_new(out)
+    with CheckpointTensors(hf) as tensors:
+        write_hf(out, (one for name in tensors.files for one in stored(name, tensors.whole(name))), hf)
 
 
 def _differences(wanted: dict[str, str], found: dict[str, str], hf_config: dict[str, Any]) -> list[str]:
@@ -261,7 +293,13 @@ def _parser() -> argparse.ArgumentParser:
     to_megatron.add_argument("--hf", type=Path, required=True, help="directory in Hugging Face format")
     to_hf = commands.add_parser("megatron-to-hf", help="from Megatron-core to Hugging Face")
     to_hf.add_argument("--hf", type=Path, help="where configuration and tokenizer come from; default: --megatron")
-    for command in (to_megatron, to_hf):
+    to_numbers = [
+        commands.add_parser("to-float8", help="projections in float8, with a scale for each block of 128 x 128"),
+        commands.add_parser("to-bfloat16", help="from float8"),
+    ]
+    for command in to_numbers:
+        command.add_argument("--hf", type=Path, required=True, help="directory in Hugging Face format")
+    for command in (to_megatron, to_hf, *to_numbers):
         command.add_argument("--out", type=Path, required=True, help="new directory")
     check = commands.add_parser("verify", help="compare tensor by tensor; exit status 1 if they differ")
     check.add_argument("--hf", type=Path, help="compare with this directory; default: with checksums.json")
@@ -279,12 +317,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of kernels that are of no use here
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    sizes = {size: int(getattr(options, size)) for size in _SIZES}
+    sizes = {size: int(getattr(options, size, 1)) for size in _SIZES}
     try:
         if options.command == "hf-to-megatron":
             hf_to_megatron(options.hf, options.out, sizes)
         elif options.command == "megatron-to-hf":
             megatron_to_hf(options.megatron, options.out, options.hf, sizes)
+        elif options.command == "to-float8":
+            to_float8(options.hf, options.out)
+        elif options.command == "to-bfloat16":
+            to_bfloat16(options.hf, options.out)
         else:
             different = verify(options.megatron, options.hf, sizes)
             if int(os.environ.get("RANK", 0)) == 0:

@@ -16,7 +16,7 @@ from configs.flags import flags_by_key, show
 from configs.graph import frozen_engines, is_address
 from configs.layers import value_at
 from configs.schema import Config
-from configs.schema.model_shapes import FAMILIES, ModelShape, known_shape
+from configs.schema.model_shapes import FAMILIES, ModelShape, fp8_block, known_shape
 from configs.schema.notation import cure, repeated
 from configs.sources import (
     BUILT_IN_MODELS,
@@ -218,6 +218,12 @@ def _shape_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) ->
 
 def family_faults(config: Config) -> Iterator[str]:
     """Of models that the ranks would refuse; `config.json` of a hub's is seen there."""
+    if config.warm_start.warm_start_steps and fp8_block(known_model(config) or {}) is not None:
+        yield (
+            f"--warm-start-steps is {config.warm_start.warm_start_steps}, and --hf-checkpoint "
+            f"{config.train.hf_checkpoint!r} is in float8, in which a warm start does not save its model; use "
+            "--warm-start-steps 0, or a checkpoint in bfloat16, and python -m models.convert to-float8 for its result"
+        )
     named = {"hf-checkpoint": config.train.hf_checkpoint, "ref-load": config.train.ref_load}
     named["critic-load"] = config.critic.critic_load
     for flag, name in named.items() if config.train.train_backend == "megatron" else ():
@@ -229,8 +235,11 @@ def family_faults(config: Config) -> Iterator[str]:
                 f"knows {', '.join(sorted(FAMILIES))}; --train-backend fsdp takes any causal language model of "
                 "transformers"
             )
-        elif found.get("quantization_config"):
-            yield f"--{flag} is {name!r}, whose weights are quantized; give a checkpoint in bfloat16"
+        elif found.get("quantization_config") and fp8_block(found) is None:
+            yield (
+                f"--{flag} is {name!r}, whose weights are quantized; give a checkpoint in bfloat16, or in float8 by "
+                "blocks (quant_method fp8 with weight_block_size)"
+            )
 
 
 # What a command line of slime or Megatron-LM says of the model (`--num-layers`, `--rotary-base`, ...) is compared with

@@ -16,7 +16,7 @@ Sources: Kaplan et al., arXiv:2001.08361, section 2.1, with grouped heads and la
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from msgspec import Struct
@@ -174,7 +174,7 @@ ALLOWED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 def refused_keys(model: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...] | None]) -> Iterator[str]:
     """Keys of a config.json whose value cannot be computed. `allowed`: exceptions to `ALLOWED_VALUES`; None allows
     everything."""
-    if model.get("quantization_config"):
+    if model.get("quantization_config") and fp8_block(model) is None:
         yield "quantization_config"
     if set(model.get("layer_types") or ()) - {"full_attention"}:
         yield "layer_types"
@@ -183,6 +183,18 @@ def refused_keys(model: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]
     for key, values in {**ALLOWED_VALUES, **allowed}.items():
         if values is not None and model.get(key) is not None and model[key] not in values:
             yield key
+
+
+SCALE: Final = "_scale_inv"  # what the name of a matrix in float8 ends with where its scales are
+
+
+def fp8_block(model: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, if the weights are in float8 as DeepSeek and Qwen publish it; else None."""
+    found = model.get("quantization_config") or {}
+    block: Sequence[int] = found.get("weight_block_size") or ()
+    plain = found.get("fmt", "e4m3") == "e4m3" and found.get("scale_fmt") in (None, "float")
+    known = found.get("quant_method") == "fp8" and plain and len(block) == 2
+    return (int(block[0]), int(block[1])) if known else None
 
 
 # How tensor and expert parallelism divide a matrix: over TP, over EP and expert TP, or not at all.

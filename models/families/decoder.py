@@ -235,12 +235,3 @@ def sigmoid_routing(config: Mapping[str, Any], shape: ModelShape) -> dict[str, A
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
         "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
     }
-
-
-def prediction_layers(config: Mapping[str, Any]) -> dict[str, str]:
-    """Names of layers for multi-token prediction, which stand after the last layer in published checkpoints."""
-    first = int(need(config, "num_hidden_layers"))
-    count = int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0)
-    numbers = "|".join(str(first + index) for index in range(max(count, 1)))
-    reason = "layers for multi-token prediction are not trained, and not part of an export"
-    return {rf"model\.layers\.({numbers})\..*": reason}

@@ -16,8 +16,9 @@ from configs.schema.notation import did_you_mean
 from models.errors import UnsupportedModel
 from models.families import decoder
 from models.families.config_json import check_keys, need, read_rope, shape_of, with_published_name
-from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
+from models.families.decoder import Architecture, sigmoid_routing
 from models.families.hugging_face_names import Rule, Split, whole
+from models.families.source import prediction_layers
 
 # --------------------------------------------------------------------------------------------------
 # DeepSeek-V3 and R1, Kimi K2 (`kimi_k2`) and Moonlight: latent attention (MLA), experts with a bias for their choice.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from configs.schema import Config
-from configs.schema.model_shapes import known_shape, matrices
+from configs.schema.model_shapes import SCALE, fp8_block, known_shape, matrices
 from models.disk import read_file
 from models.errors import CheckpointUnavailable, first_line
 
@@ -65,6 +65,14 @@ class CheckpointTensors:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.files = files_by_name(directory)  # by name of the tensor
+        scales = [name for name in self.files if name.endswith(SCALE) and name.removesuffix(SCALE) in self.files]
+        self._scales = {name: self.files.pop(name) for name in scales}
+        self._block = fp8_block(read_hf_config(directory)) if scales else None
+        if scales and self._block is None:
+            raise CheckpointUnavailable(
+                f"{directory} has {scales[0]}, and config.json no quantization_config with quant_method fp8 and "
+                "weight_block_size; give the config.json that was published with the weights"
+            )
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -98,16 +106,21 @@ class CheckpointTensors:
 
     def whole(self, name: str) -> Tensor:
         """All of a tensor."""
-        return self._file_of(name).get_tensor(name)
+        return self.slice(name)[...] if name + SCALE in self._scales else self._file_of(name).get_tensor(name)
 
     def slice(self, name: str) -> Any:
-        """The view of a tensor; safetensors reads rows at their first use."""
-        return self._file_of(name).get_slice(name)
+        """The view of a tensor; safetensors reads rows at their first use. A matrix in float8 shows its values."""
+        found = self._file_of(name).get_slice(name)
+        if self._block is None or (scale := name + SCALE) not in self._scales:
+            return found
+        from models.families.fp8 import DequantisedView
+
+        return DequantisedView(found, self._file_of(scale).get_slice(scale), self._block)
 
     def _file_of(self, name: str) -> Any:
         from safetensors import safe_open
 
-        path = self.files.get(name)
+        path = self.files.get(name) or self._scales.get(name)
         if path is None:
             raise CheckpointUnavailable(f"{self.directory} has no tensor {name}; download the model again")
         if path not in self._open:
@@ -208,6 +221,17 @@ def _differences(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
     layers = shape.layers + sum(int(config.get(key) or 0) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
     if f"model.layers.{layers}.input_layernorm.weight" in shapes:
         yield f"it says {shape.layers} layers, and they have more"
+
+
+def prediction_layers(config: Mapping[str, Any]) -> dict[str, str]:
+    """Names of layers for multi-token prediction, which stand after the last layer in published checkpoints; why they
+    are left out."""
+    if (first := config.get("num_hidden_layers")) is None:
+        return {}
+    count = int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 1)
+    numbers = "|".join(str(first + index) for index in range(count))
+    reason = "layers for multi-token prediction are not trained, and not part of an export"
+    return {rf"model\.layers\.({numbers})\..*": reason}
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

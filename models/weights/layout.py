@@ -158,7 +158,9 @@ def stored_tensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 # safetensors' names of the element types that slots hold, and torch's
-TORCH_NAMES: Final[Mapping[str, str]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+TORCH_NAMES: Final[Mapping[str, str]] = {
+    "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn",
+}  # fmt: skip
 
 
 class Bucket(Struct, frozen=True):

@@ -19,19 +19,21 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from configs.schema.model_shapes import SCALE, fp8_block
 from models.disk import remove
 from models.errors import LayoutMismatch, SlotSpaceError, SourceError
-from models.families.source import copy_all_but_weights, files_by_name, read_hf_config
+from models.families.source import copy_all_but_weights, files_by_name, prediction_layers, read_hf_config
 from models.weights.layout import (
     ELEMENT_BYTES,
     TORCH_NAMES,
@@ -150,16 +152,19 @@ class SlotWriter:
         directory: where the slots go, e.g. from `choose_directory`; created 0700, removed by `close`.
         leased: the caller holds the `DirectoryLease` of a directory that exists, and removes it.
         source_checkpoint: Hugging Face directory whose tensors (names, shapes), configuration and tokenizer the slots
-            take over, and to whose types written tensors are cast.
+            take over, and to whose types written tensors are cast, or quantised where it has scales of blocks.
 
     Raises CheckpointUnavailable, SourceError, SlotDirectoryError, SlotSpaceError.
     """
 
     def __init__(self, directory: Path, source_checkpoint: Path, *, leased: bool = False) -> None:
-        self.layout = lay_out(_slot_specs(source_checkpoint))
-        # Names that an export may yield although the checkpoint does not store them.
-        tied = {"lm_head.weight"} if read_hf_config(source_checkpoint).get("tie_word_embeddings") else set[str]()
-        self._tied = tied - {item.spec.name for item in self.layout.tensors}
+        files = sorted(set(files_by_name(source_checkpoint).values()))
+        config = read_hf_config(source_checkpoint)
+        self._block = fp8_block(config)
+        # What a checkpoint may store although no export has it; a head that is the embedding may be in either.
+        absent = [*prediction_layers(config), *([r"lm_head\.weight"] if config.get("tie_word_embeddings") else [])]
+        self._absent = re.compile("|".join(absent) or "(?!)")
+        self.layout = lay_out(_slot_specs(files, self._absent))
         self._lease = None if leased else DirectoryLease(directory)
         self._next, self._slots = 0, list[_Slot]()
         try:
@@ -186,9 +191,7 @@ class SlotWriter:
         torch = sys.modules.get("torch")  # without it there is nothing to compute, and no graph of it
         with torch.no_grad() if torch else contextlib.nullcontext(), ThreadPoolExecutor(THREADS, "slot") as threads:
             writing = _ParallelWrite(slot, threads)
-            for name, tensor in tensors:
-                if name in self._tied:
-                    continue  # shares the storage of a tensor that is written under its own name
+            for name, tensor in self._as_stored(tensors):
                 place = _place(slot, name, tensor, seen, version)
                 writing.put(place, tensor)
                 seen.add(name)
@@ -202,6 +205,18 @@ class SlotWriter:
         manifest = SlotManifest(run_generation, version, str(slot.path), writing.folded(), slot.finish(), coarsest)
         self._next = (self._next + 1) % SLOTS
         return manifest
+
+    def _as_stored(self, tensors: Exported) -> Exported:
+        """Those that slots have, quantised as in the source."""
+        for name, tensor in tensors:
+            if self._absent.fullmatch(name):
+                continue
+            if self._block is None or isinstance(tensor, StoredTensor) or name + SCALE not in self._slots[0].tensors:
+                yield name, tensor
+                continue
+            from models.families.fp8 import quantised
+
+            yield from zip((name, name + SCALE), quantised(tensor, self._block), strict=True)
 
     def close(self) -> None:
         """Remove the directory. Memory goes back once the last reader has dropped its mapping. May be called twice."""
@@ -253,14 +268,14 @@ def _element_bytes(tensor: torch.Tensor | StoredTensor) -> int:
     return ELEMENT_BYTES[tensor.spec.dtype] if isinstance(tensor, StoredTensor) else tensor.element_size()
 
 
-def _slot_specs(source: Path) -> list[TensorSpec]:
-    files = sorted(set(files_by_name(source).values()))
-    specs = [item.spec for file in files for item in read_layout(file).tensors]
+def _slot_specs(files: Sequence[Path], absent: re.Pattern[str]) -> list[TensorSpec]:
+    specs = [item.spec for file in files for item in read_layout(file).tensors if not absent.fullmatch(item.spec.name)]
+    names = {spec.name for spec in specs}
     for spec in specs:
-        if spec.dtype not in TORCH_NAMES:
+        if spec.dtype not in TORCH_NAMES or (spec.dtype == "F8_E4M3" and spec.name + SCALE not in names):
             raise SourceError(
-                f"{source}: tensor {spec.name!r} has dtype {spec.dtype}; slots hold {', '.join(TORCH_NAMES)}: use a "
-                "checkpoint that is not quantised"
+                f"{files[0].parent}: tensor {spec.name!r} has dtype {spec.dtype}; slots hold {', '.join(TORCH_NAMES)}, "
+                f"the last with {SCALE} beside it: use a checkpoint in bfloat16, or one in float8 with scales of blocks"
             )
     return specs
 

@@ -151,7 +151,7 @@ def precision_of(facts: ServerInfo, element_bytes: int) -> Precision:
 
     What is not known counts as half, and so does float32 on a GPU, whose kernels may round to TF32.
     """
-    if facts.quantization or (facts.kv_cache_dtype or "").startswith(("fp8", "fp4", "int8")):
+    if facts.quantization or element_bytes == 1 or (facts.kv_cache_dtype or "").startswith(("fp8", "fp4", "int8")):
         return "quantised"
     exact = facts.dtype == "float32" and facts.device == "cpu" and element_bytes >= 4
     return "float32" if exact else "half"

@@ -302,9 +302,13 @@ def copy_tokenizer(source: str, target: Path) -> None:
 
 
 def _true_of(config: dict[str, Any], dtypes: Mapping[torch.dtype, int]) -> dict[str, Any]:
-    """The configuration with the precision that was written, and without a quantisation that was not."""
+    """The configuration with the precision that was written, with its quantisation, and without one that was not."""
     if not dtypes:
         return config
+    if torch.float8_e4m3fn in dtypes:
+        from models.families.fp8 import PUBLISHED
+
+        return {"quantization_config": PUBLISHED} | config
     main = str(max(dtypes, key=lambda dtype: dtypes[dtype])).removeprefix("torch.")
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     if floating and all(dtype.itemsize > 1 for dtype in floating):

@@ -109,6 +109,22 @@ def test_a_slot_is_a_hugging_face_directory_that_transformers_loads(tmp_path: Pa
             assert file.metadata() == {"format": "pt"}
 
 
+def test_what_a_checkpoint_stores_and_no_export_has_is_left_out(tmp_path: Path) -> None:
+    """A head that is the embedding, as some checkpoints store it, and layers for multi-token prediction, as GLM-4.5 and
+    DeepSeek-V3 publish them: an export has neither, and each once broke the first version."""
+    source = make_tiny_checkpoint(tmp_path / "tiny", TinyRecipe(num_layers=1))
+    exported = load_file(source / "model.safetensors")
+    behind = {f"model.layers.{number}.eh_proj.weight": torch.ones(2, 2) for number in (1, 2)}
+    more = {**exported, **behind, "lm_head.weight": exported["model.embed_tokens.weight"].clone()}
+    save_file(more, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
+    (source / "config.json").write_text(json.dumps(config))
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
+        assert loaded(writer.write(0, 0, iter(exported.items()))).keys() == exported.keys()
+        simulated = (stored for stored in stored_tensors(source / "model.safetensors"))
+        assert loaded(writer.write(1, 0, simulated)).keys() == exported.keys()
+
+
 SHAPE_AND_TYPE = st.tuples(st.lists(st.integers(0, 6), max_size=3), st.sampled_from([torch.float32, torch.bfloat16]))
 
 

@@ -303,6 +303,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
         says(quantization_config={"quant_method": "fp8"}), "",
         ["--hf-checkpoint model", "quantization_config", "with SGLang"],
     ),
+    "scales that are powers of two": (
+        says(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}), "",
+        ["--hf-checkpoint model", "quantization_config", "with SGLang"],
+    ),
+    "a warm start in float8": (
+        says(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), "--warm-start-steps 5",
+        ["--warm-start-steps is 5", "in float8", "--warm-start-steps 0, or a checkpoint in bfloat16"],
+    ),
     "config.json of another width": (
         says(hidden_size=64), "",
         ["--hf-checkpoint model", "embed_tokens.weight has shape [32, 96] instead of [32, 64]"],
