@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from configs.schema.model_shapes import SCALE
+from configs.schema.model_shapes import SCALE, fp8_block
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError, TrainStateUnreadable
-from models.families.source import CheckpointTensors
+from models.families.source import CheckpointTensors, read_hf_config
 
 CHECKSUMS: Final = "checksums.json"
 _SIZES: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -61,6 +61,8 @@ class Loaded:
 def hf_to_megatron(hf: Path, out: Path, sizes: dict[str, int] | None = None) -> None:
     """Convert, and write the checksums of the tensors read. Raises `TrainError`."""
     _must_be_new(out)
+    if read_hf_config(hf).get("quantization_config"):
+        raise TrainConfigInvalid(f"--hf {hf} is quantised; run to-bfloat16 first, and convert its result")
     with _processes():
         from models.train.huggingface.hf_files import checksums, copy_tokenizer
         from models.train.megatron.weights import load_hf
@@ -110,9 +112,11 @@ def to_float8(hf: Path, out: Path) -> None:
     """Write a checkpoint whose projections are in float8, with a scale for each block. Raises `TrainError`."""
     from models.families.fp8 import BLOCK, quantised
 
+    block = fp8_block(read_hf_config(hf)) or BLOCK
+
     def stored(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         if tensor.ndim == 2 and re.search(r"_proj\w*\.weight$", name):
-            yield from zip((name, name + SCALE), quantised(tensor, BLOCK), strict=True)
+            yield from zip((name, name + SCALE), quantised(tensor, block), strict=True)
         else:
             yield name, tensor
 
@@ -180,7 +184,6 @@ def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]
 
     from configs.schema.algorithm import AlgorithmConfig
     from configs.schema.train import MegatronConfig, TrainConfig
-    from models.families.source import read_hf_config
     from models.train.megatron.processes import build_layout
     from models.train.spec import TrainSpec
 

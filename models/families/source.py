@@ -67,11 +67,14 @@ class CheckpointTensors:
         self.files = files_by_name(directory)  # by name of the tensor
         scales = [name for name in self.files if name.endswith(SCALE) and name.removesuffix(SCALE) in self.files]
         self._scales = {name: self.files.pop(name) for name in scales}
-        self._block = fp8_block(read_hf_config(directory)) if scales else None
+        config = read_hf_config(directory) if scales else {}
+        self._block = fp8_block(config)
         if scales and self._block is None:
             raise CheckpointUnavailable(
-                f"{directory} has {scales[0]}, and config.json no quantization_config with quant_method fp8 and "
-                "weight_block_size; give the config.json that was published with the weights"
+                f"{directory} has {scales[0]}, and in config.json "
+                f"quantization_config={config.get('quantization_config')}; read are quant_method fp8 in e4m3 with "
+                "weight_block_size, without scale_fmt: give the config.json that was published with the weights, or "
+                "weights in bfloat16"
             )
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()

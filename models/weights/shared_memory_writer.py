@@ -162,8 +162,9 @@ class SlotWriter:
         config = read_hf_config(source_checkpoint)
         self._block = fp8_block(config)
         # What a checkpoint may store although no export has it; a head that is the embedding may be in either.
-        absent = [*prediction_layers(config), *([r"lm_head\.weight"] if config.get("tie_word_embeddings") else [])]
-        self._absent = re.compile("|".join(absent) or "(?!)")
+        absent = [*prediction_layers(config), r".*\.rotary_emb\.inv_freq"]
+        absent += [r"lm_head\.weight"] if config.get("tie_word_embeddings") else []
+        self._absent = re.compile("|".join(absent))
         self.layout = lay_out(_slot_specs(files, self._absent))
         self._lease = None if leased else DirectoryLease(directory)
         self._next, self._slots = 0, list[_Slot]()

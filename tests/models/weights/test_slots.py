@@ -110,11 +110,12 @@ def test_a_slot_is_a_hugging_face_directory_that_transformers_loads(tmp_path: Pa
 
 
 def test_what_a_checkpoint_stores_and_no_export_has_is_left_out(tmp_path: Path) -> None:
-    """A head that is the embedding, as some checkpoints store it, and layers for multi-token prediction, as GLM-4.5 and
-    DeepSeek-V3 publish them: an export has neither, and each once broke the first version."""
+    """A head that is the embedding and frequencies, as some checkpoints store them, and layers for multi-token
+    prediction, as GLM-4.5 and DeepSeek-V3 publish them: an export has none, and each once broke the first version."""
     source = make_tiny_checkpoint(tmp_path / "tiny", TinyRecipe(num_layers=1))
     exported = load_file(source / "model.safetensors")
     behind = {f"model.layers.{number}.eh_proj.weight": torch.ones(2, 2) for number in (1, 2)}
+    behind["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(12)
     more = {**exported, **behind, "lm_head.weight": exported["model.embed_tokens.weight"].clone()}
     save_file(more, source / "model.safetensors")
     config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
