@@ -51,6 +51,7 @@ def test_a_value_is_off_by_the_rounding_of_four_bits_and_a_second_time_by_nothin
     spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
     # Half of the last of three bits behind the point, or half of the smallest number there is, 2^-9.
     assert bool(((found - weight).abs() <= 1.001 * torch.maximum(weight.abs() / 16, spread * 2**-10)).all())
+    assert float(numbers.float().abs().max()) == (448 if weight.any() else 0), "the largest there is is used"
     again, same = quantised(found, block)
     assert torch.equal(again.view(torch.uint8), numbers.view(torch.uint8))
     assert torch.allclose(same, scales, rtol=1e-6)
@@ -58,7 +59,7 @@ def test_a_value_is_off_by_the_rounding_of_four_bits_and_a_second_time_by_nothin
 
 def test_an_empty_block_stays_empty_and_one_that_went_wrong_stays_wrong() -> None:
     weight = torch.zeros(4, 8)
-    weight[0, 5], weight[2, 0] = torch.nan, torch.inf
+    weight[0, 5], weight[2, 0], weight[2, 5] = torch.nan, torch.inf, 8.4e-43  # the last scale has one bit
     numbers, scales = quantised(weight, (2, 4))
     found = values_of(numbers, scales, (2, 4)).isnan()
     assert found.tolist() == [[False] * 4 + [True] * 4] * 2 + [[True] * 4 + [False] * 4] * 2
