@@ -37,6 +37,7 @@ def quantised(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     blocks = padded.view(down, block[0], across, block[1])
     scales = blocks.abs().amax((1, 3)) / LARGEST
     scales = torch.where(scales == 0, 1.0, scales)
+    # A larger number, which a scale of few bits leaves, becomes NaN in some versions of torch.
     numbers = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(KIND)
     return numbers.view(padded.shape)[:rows, :columns].contiguous(), scales
 
