@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.weights import shared_memory_reader, shared_memory_writer
 from models.weights.delta import DeltaStore, compress
-from models.weights.layout import TORCH_NAMES, read_layout
+from models.weights.layout import read_layout
 from models.weights.shared_memory_writer import SlotWriter
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic
@@ -77,8 +77,6 @@ def make_model(path: Path, megabytes: int) -> Versions:
 
 Kind = Literal["recorder", "embedded", "sglang"]
 LIMIT_S: Final = 600.0
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-assert set(ITEM_BYTES) == set(TORCH_NAMES.values())
 SHARED: Final = re.compile(rb"/(torch_\d+_\d+_\d+)")
 
 
@@ -172,7 +170,8 @@ class Recorder:
 
     def _receive(self, body: dict[str, Any]) -> None:
         shapes = zip(body["shapes"], body["dtypes"], strict=True)
-        arrived = torch.empty(sum(int(np.prod(shape)) * ITEM_BYTES[kind] for shape, kind in shapes), dtype=torch.uint8)
+        nbytes = sum(int(np.prod(shape)) * getattr(torch, kind).itemsize for shape, kind in shapes)
+        arrived = torch.empty(nbytes, dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([arrived], options).wait()
