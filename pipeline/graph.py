@@ -24,7 +24,7 @@ import msgspec
 
 from configs import graph as flow
 from configs.graph import Stream
-from configs.schema import Config, StageConfig
+from configs.schema import Config, StageConfig, served_checkpoint
 from models.engines.access_token import TokenFile, read_token, run_token
 from models.fault_injection import FaultPlan, fault_plan
 from models.import_path import import_path
@@ -289,7 +289,7 @@ def _engines(config: Config) -> tuple[list[EngineSpec], list[EngineSpec]]:
     restart reads this path again. The weights are brought to an engine before its first prompt in any case.
     """
     addresses, frozen = config.sglang.rollout_external_engine_addrs, flow.frozen_engines(config)
-    model_path, max_context = config.train.hf_checkpoint, config.rollout.rollout_max_context_len
+    model_path, max_context = served_checkpoint(config), config.rollout.rollout_max_context_len
     count = flow.engine_count(config)
     started = 0 if addresses else count
     port, settings, seed = config.engine.engine_port, config.engine, config.run.seed

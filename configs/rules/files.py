@@ -111,6 +111,7 @@ def checkpoint_faults(config: Config) -> Iterator[str]:
         name: f"--frozen-engine {engine}" for engine, name in frozen_engines(config).items() if not is_address(name)
     }
     named |= {config.critic.critic_load: "--critic-load", train.ref_load: "--ref-load"}
+    named[config.engine.engine_checkpoint] = "--engine-checkpoint"
     named[train.hf_checkpoint] = "--hf-checkpoint"
     for name, label in reversed(named.items()):
         if name is not None and (fault := checkpoint_fault(label, name)):
@@ -216,14 +217,26 @@ def _shape_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) ->
     ]
 
 
+def engine_checkpoint_faults(config: Config) -> Iterator[str]:
+    """Of weights in other types than the trainer's."""
+    policy, place = config.train.hf_checkpoint, config.engine.engine_checkpoint
+    ours, theirs = model_config(policy) or {}, model_config(place or "") or {}
+    if fp8_block(ours) is not None and config.train.train_backend != "simulated":
+        yield (
+            f"--hf-checkpoint is {policy!r}, whose weights are in float8, in which small steps do not show; give the "
+            "checkpoint in bfloat16, and this one as --engine-checkpoint"
+        )
+    if place is not None and config.train.train_backend == "simulated":
+        yield f"--engine-checkpoint is {place!r}, but a simulated trainer has no weights to cast; leave it out"
+    if differing := _shape_differences(theirs, ours) if theirs and ours else ():
+        yield (
+            f"--engine-checkpoint is {place!r}, another model than --hf-checkpoint {policy!r}: {', '.join(differing)}; "
+            "give one of the same model"
+        )
+
+
 def family_faults(config: Config) -> Iterator[str]:
     """Of models that the ranks would refuse; `config.json` of a hub's is seen there."""
-    if config.warm_start.warm_start_steps and fp8_block(known_model(config) or {}) is not None:
-        yield (
-            f"--warm-start-steps is {config.warm_start.warm_start_steps}, and --hf-checkpoint "
-            f"{config.train.hf_checkpoint!r} is in float8, in which a warm start does not save its model; use "
-            "--warm-start-steps 0, or a checkpoint in bfloat16, and python -m models.convert to-float8 for its result"
-        )
     named = {"hf-checkpoint": config.train.hf_checkpoint, "ref-load": config.train.ref_load}
     named["critic-load"] = config.critic.critic_load
     for flag, name in named.items() if config.train.train_backend == "megatron" else ():
@@ -235,11 +248,8 @@ def family_faults(config: Config) -> Iterator[str]:
                 f"knows {', '.join(sorted(FAMILIES))}; --train-backend fsdp takes any causal language model of "
                 "transformers"
             )
-        elif found.get("quantization_config") and fp8_block(found) is None:
-            yield (
-                f"--{flag} is {name!r}, whose weights are quantized; give a checkpoint in bfloat16, or in float8 by "
-                "blocks (quant_method fp8 with weight_block_size)"
-            )
+        elif found.get("quantization_config"):
+            yield f"--{flag} is {name!r}, whose weights are quantized; give a checkpoint in bfloat16"
 
 
 # What a command line of slime or Megatron-LM says of the model (`--num-layers`, `--rotary-base`, ...) is compared with

@@ -216,7 +216,8 @@ _FAULTS: Final[tuple[Check, ...]] = (
     placement.scale_faults, placement.chain_faults, placement.autoscale_faults, placement.stage_faults,
     reward.tool_faults, reward.environment_faults, reward.custom_args_faults, placement.device_faults,
     engine.fleet_faults, engine.router_faults, engine.update_faults,
-    files.preset_faults, files.family_faults, files.model_args_faults, files.save_faults, placement.ray_faults,
+    files.preset_faults, files.engine_checkpoint_faults, files.family_faults, files.model_args_faults,
+    files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.megatron_faults, parallel.lora_faults,
     run.tracker_faults, run.otel_faults, run.debug_faults, bound_faults, contradictions,
 )  # fmt: skip

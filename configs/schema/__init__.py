@@ -80,6 +80,11 @@ def generates(config: Config) -> bool:
     return config.train.loss_type != "sft_loss" and config.debug.load_debug_rollout_data is None
 
 
+def served_checkpoint(config: Config) -> str:
+    """The checkpoint with which engines that generate begin, and in whose types they get all weights."""
+    return config.engine.engine_checkpoint or config.train.hf_checkpoint
+
+
 def router_kind(config: Config) -> Literal["none", "sglang", "smg"]:
     """Which router stands in front of the engines that generate, with `auto` decided. Without engines there is none.
 

@@ -174,7 +174,7 @@ ALLOWED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 def refused_keys(model: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...] | None]) -> Iterator[str]:
     """Keys of a config.json whose value cannot be computed. `allowed`: exceptions to `ALLOWED_VALUES`; None allows
     everything."""
-    if model.get("quantization_config") and fp8_block(model) is None:
+    if model.get("quantization_config"):
         yield "quantization_config"
     if set(model.get("layer_types") or ()) - {"full_attention"}:
         yield "layer_types"

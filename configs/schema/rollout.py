@@ -139,6 +139,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     engine: Literal["embedded", "simulated", "sglang"] = "embedded"
     """inference engine behind the SGLang protocol; sglang starts real SGLang servers"""
+    engine_checkpoint: str | None = None
+    """Hugging Face checkpoint of the same model in whose types the engines get all weights, e.g. one in float8;
+    default: --hf-checkpoint"""
     pause_generation_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """in-flight requests at a weight update: keep the KV cache (in_place), recompute it (retract), or return partial
     output and resume (abort)"""

@@ -85,9 +85,8 @@ def _refusal(config: Mapping[str, Any], key: str, allowed: Mapping[str, tuple[An
     model_type, value = config.get("model_type"), config[key]
     if key == "quantization_config":
         return (
-            f"quantization_config={value!r} of {model_type!r}: of quantized weights only those in float8 with a "
-            "scale for each block (quant_method fp8, weight_block_size) are read; convert the checkpoint to bfloat16 "
-            "first and remove the key"
+            f"quantization_config={value!r} of {model_type!r}: quantized weights are not trained; convert the "
+            "checkpoint to bfloat16 first and remove the key"
         )
     if key in ("layer_types", "use_sliding_window"):
         kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})

@@ -3,13 +3,13 @@
 A matrix `w.weight` [outputs, inputs] of eight-bit numbers has beside it `w.weight_scale_inv`, float32, one number for
 each block of `weight_block_size` in config.json: value = number * scale. Blocks at the edges may be smaller.
 
-Trainers and the embedded engine compute with the values. What goes to the engines is quantised again, so that their
-policy is the one that SGLang would serve: 448, the largest number, stands for the largest value of a block.
+SGLang computes with the numbers, the embedded engine with what they are worth. The largest number, 448, stands for the
+largest value of a block.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -42,27 +42,8 @@ def quantised(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     return numbers.view(padded.shape)[:rows, :columns].contiguous(), scales
 
 
-class DequantisedView:
-    """Values of a matrix in float32, with what is used of safetensors' slices: only the parts asked for are read."""
-
-    def __init__(self, numbers: Any, scales: Any, block: Block) -> None:
-        """`numbers` and `scales`: slices of safetensors."""
-        self._numbers, self._scales, self._block = numbers, scales, block
-
-    def get_shape(self) -> list[int]:
-        return list(self._numbers.get_shape())
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def __getitem__(self, place: Any) -> Tensor:
-        """At a slice of rows, or at one of rows and one of columns; `...` is all of it."""
-        spans = () if place is ... else place if isinstance(place, tuple) else (place,)
-        rows_and_columns = (*spans, slice(None), slice(None))[:2]
-        values: Tensor = self._numbers[rows_and_columns].float()
-        scales = self._scales[...].float()
-        for axis, (span, size) in enumerate(zip(rows_and_columns, self._block, strict=True)):
-            first, last, _ = span.indices(self.get_shape()[axis])
-            scales = scales.narrow(axis, first // size, -(-last // size) - first // size)
-            scales = scales.repeat_interleave(size, axis).narrow(axis, first % size, last - first)
-        return values.mul_(scales)
+def dequantised(numbers: Tensor, scales: Tensor, block: Block) -> Tensor:
+    """What they are worth, in float32."""
+    for axis, size in enumerate(block):
+        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, numbers.shape[axis])
+    return numbers.float().mul_(scales)

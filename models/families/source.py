@@ -108,17 +108,17 @@ class CheckpointTensors:
         return view[min(first, size) : max(min(last, size), min(first, size))]
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor."""
-        return self.slice(name)[...] if name + SCALE in self._scales else self._file_of(name).get_tensor(name)
-
-    def slice(self, name: str) -> Any:
-        """The view of a tensor; safetensors reads rows at their first use. A matrix in float8 shows its values."""
-        found = self._file_of(name).get_slice(name)
+        """All of a tensor; of one in float8 what it is worth, in float32."""
+        found = self._file_of(name).get_tensor(name)
         if self._block is None or (scale := name + SCALE) not in self._scales:
             return found
-        from models.families.fp8 import DequantisedView
+        from models.families.fp8 import dequantised
 
-        return DequantisedView(found, self._file_of(scale).get_slice(scale), self._block)
+        return dequantised(found, self._file_of(scale).get_tensor(scale), self._block)
+
+    def slice(self, name: str) -> Any:
+        """The view of a tensor; safetensors reads rows at their first use."""
+        return self._file_of(name).get_slice(name)
 
     def _file_of(self, name: str) -> Any:
         from safetensors import safe_open

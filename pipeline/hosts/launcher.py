@@ -65,7 +65,7 @@ class SharedFiles(Struct, frozen=True):
 def shared_files(rundir: RunDir, config: Config) -> SharedFiles:
     """What the trainer of this run reads and writes, as it is here. A name on the hub each node finds by itself."""
     train, critic = config.train, config.critic
-    named = filter(None, (train.hf_checkpoint, train.ref_load, critic.critic_load))
+    named = filter(None, (train.hf_checkpoint, train.ref_load, critic.critic_load, config.engine.engine_checkpoint))
     models = {name: sampled(Path(name), rundir.seal.name) for name in named if Path(name).is_dir()}
     return SharedFiles(str(rundir.path), rundir.seal.name, models)
 

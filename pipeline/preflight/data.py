@@ -49,7 +49,7 @@ def prepare(config: Config, directory: Path) -> Config:
     files = {name: _data(config, name, directory) for name in names.intersection(map(bare, entries(config)))}
     values: dict[str, object] = {
         key: _model(value_at(config, key), directory, seed)
-        for key in ("train.hf_checkpoint", "train.ref_load", "critic.critic_load")
+        for key in ("train.hf_checkpoint", "train.ref_load", "critic.critic_load", "engine.engine_checkpoint")
         if value_at(config, key) is not None
     }
     values["engine.frozen_engine"] = tuple(_frozen(entry, directory, seed) for entry in config.engine.frozen_engine)

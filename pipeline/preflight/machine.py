@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from configs.graph import engines_started, evaluation_engines, frozen_engines, is_address
-from configs.schema import Config, generates
+from configs.schema import Config, generates, served_checkpoint
 from configs.schema.run import batch_file
 from models.engines.client import EngineClient
 from models.engines.embedded.model_spec import served_shape
@@ -79,17 +79,17 @@ def check_weights(config: Config) -> None:
     other than safetensors are left to their reader, which that engine is not."""
     flags = {place: f"--frozen-engine {name}=" for name, place in frozen_engines(config).items()}
     flags |= {config.critic.critic_load or "": "--critic-load ", config.train.ref_load or "": "--ref-load "}
-    flags[config.train.hf_checkpoint] = "--hf-checkpoint "
+    flags |= {served_checkpoint(config): "--engine-checkpoint ", config.train.hf_checkpoint: "--hf-checkpoint "}
     places = {place: Path(place).expanduser() for place in flags if place not in BUILT_IN_MODELS and place}
     embedded = config.engine.engine == "embedded" and generates(config)
-    served = {config.train.hf_checkpoint, *frozen_engines(config).values()} if embedded else set[str]()
+    served = {served_checkpoint(config), *frozen_engines(config).values()} if embedded else set[str]()
     for place, path in places.items() if config.train.train_backend != "simulated" else ():
         try:
             if not (path / "config.json").is_file():  # the rules have said so
                 continue
             if place in served:
                 served_shape(read_hf_config(path), path)
-            if config.train.train_backend == "megatron" and not flags[place].startswith("--frozen"):
+            if config.train.train_backend == "megatron" and not flags[place].startswith(("--frozen", "--engine")):
                 check_megatron(read_hf_config(path))
             if place in served or not any(path.glob("*.bin")):
                 check_files(path)

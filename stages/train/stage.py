@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from configs.schema import generates
+from configs.schema import generates, served_checkpoint
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, TrainOptions, beside
 from stages.engines.colocation import TrainerTurn
@@ -84,7 +84,7 @@ class TrainStage(Stage):
         if state is not None:
             await self._in_torch(self.backend.load, state)
         if self.generates:
-            source, slots = Path(self.config.train.hf_checkpoint), Path(self.options.slots)
+            source, slots = Path(served_checkpoint(self.config)), Path(self.options.slots)
             write, prove = partial(self.backend.write_slot, slots, source), prover_of(self.config, self.backend)
             self.weights = WeightPublisher(self.config, slots, self.context.run_dir, write, prove)
 

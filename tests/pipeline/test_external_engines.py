@@ -405,10 +405,10 @@ def test_engines_are_added_as_far_as_there_are_gpus(
 
 
 def test_frozen_engines_are_placed_beside_those_that_generate(policy_model: Path, tmp_path: Path) -> None:
-    others = {"engine": {"engine_port": 7000}, "run": {"scale": {"engine": 2}}}
+    others = {"engine": {"engine_port": 7000, "engine_checkpoint": "float8"}, "run": {"scale": {"engine": 2}}}
     placement = placed(make(policy_model, "t=one", "far=http://localhost:1", "j=two", **others), tmp_path)
-    engines = [(spec.name, spec.frozen, spec.port) for spec in placement.engines]
-    assert engines == [("engine-0", "", 7000), ("engine-1", "", 7001)]
+    engines = [(spec.name, spec.frozen, spec.port, spec.model_path) for spec in placement.engines]
+    assert engines == [("engine-0", "", 7000, "float8"), ("engine-1", "", 7001, "float8")]
     running, *started = placement.beside
     assert (running.name, running.frozen, running.external) == ("frozen-far", "far", "http://localhost:1")
     frozen = [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in started]

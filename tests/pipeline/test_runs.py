@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -26,12 +27,14 @@ from launching import (
     succeed,
     succeed_here,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripted_run import Scripted, scripted
 from test_kill import wait_for_steps
 
 import launch as program
 from models.checkpoint import latest_checkpoint
+from models.convert import main as convert
+from models.families.source import CheckpointTensors
 from pipeline.record.metrics import read_metrics
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import Sample
@@ -201,6 +204,33 @@ def test_tool_tokens_are_masked_and_nothing_is_tokenised_twice(tmp_path: Path) -
             checked += 1
     assert checked >= 5
     assert done.summary["groups"]["failed"] == 0
+
+
+@pytest.mark.slow
+def test_engines_in_float8_sample_with_what_its_numbers_are_worth(tmp_path: Path) -> None:
+    """And the trainer, which has the weights as they were, gets their log-probs and goes on from its own."""
+    model, float8, worth = Path(made_model()[1]), tmp_path / "float8", tmp_path / "worth"
+    assert convert(["to-float8", "--hf", str(model), "--out", str(float8)]) == 0
+    shutil.copytree(model, worth)
+    with CheckpointTensors(float8) as tensors:
+        save_file({name: tensors.whole(name) for name in tensors.files}, worth / "model.safetensors")
+    batches = str(tmp_path / "{rollout_id}")
+    done = succeed_here(
+        tmp_path / "run", *SMALL, *made_model(), "--engine-checkpoint", str(float8),
+        "--save-debug-rollout-data", batches, "--save-interval", "4",
+    )  # fmt: skip
+    apart = []
+    for sample in (sample for group in load_batch(batches, 0) for sample in group.samples):
+        assert set(sample.model_versions) == {0}
+        made = sample.log_probs[sample.prompt_length :]
+        assert abs(own_log_probs(worth, sample) - made).max() < 1e-4
+        apart.append(abs(own_log_probs(model, sample) - made).max())
+    assert max(apart) > 0.01
+    rows = [row for row in read_metrics(done.run_dir / "metrics.jsonl") if "train/policy_proof_max_diff" in row]
+    assert 0.01 < rows[-1]["train/policy_proof_max_diff"] < 6
+    saved = latest_checkpoint(done.run_dir / "checkpoints") / "hf"
+    assert "quantization_config" not in json.loads((saved / "config.json").read_text())
+    assert {tensor.dtype for tensor in load_file(saved / "model.safetensors").values()} == {torch.float32}
 
 
 @pytest.mark.slow

@@ -346,6 +346,7 @@ async def test_no_proof_without_the_setting_or_with_a_simulated_part(
         ({"dtype": "float32", "device": "cpu"}, 2, "half"),
         ({"dtype": "auto", "device": "cpu"}, 4, "half"),
         ({"dtype": "bfloat16", "quantization": "fp8"}, 2, "quantised"),
+        ({"dtype": "float32", "device": "cpu"}, 1, "quantised"),
         ({"dtype": "float32", "device": "cpu", "kv_cache_dtype": "fp8_e5m2"}, 4, "quantised"),
     ],
 )

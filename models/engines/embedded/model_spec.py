@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from configs.schema.model_shapes import ModelShape, read_shape, refused_keys
+from configs.schema.model_shapes import ModelShape, fp8_block, read_shape, refused_keys
 from models.errors import CheckpointUnavailable, EngineStartError, UnsupportedModel
 from models.families.source import read_hf_config
 
@@ -80,6 +80,8 @@ def served_shape(config: Mapping[str, Any], directory: Path) -> ModelShape:
             f"{', '.join(ARCHITECTURES)}; serve this model with SGLang"
         )
     for key in refused_keys(config, COMPUTED):
+        if key == "quantization_config" and fp8_block(config) is not None:
+            continue
         raise EngineStartError(
             f"{key}={config.get(key)!r} of {directory}: only {ONLY.get(key, 'its default')} can be computed by the "
             "embedded engine; serve this model with SGLang"

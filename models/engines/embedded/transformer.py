@@ -35,7 +35,7 @@ from models.weights.shared_memory_reader import THREADS, Mapped, keep_mapped
 # - a checkpoint's dtype may differ from the served one (fp32 masters into a bf16 engine): values are cast while copied.
 
 
-_FLOATS: Final = ("F32", "BF16", "F16", "F64")
+_FLOATS: Final = ("F32", "BF16", "F16", "F64", "F8_E4M3")
 _SHOWN: Final = 3  # names listed in a refusal
 
 

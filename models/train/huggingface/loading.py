@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MethodType
 from typing import Any, Final
 
@@ -18,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.schema.model_shapes import fp8_block
 from configs.schema.train import TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
-from models.families.source import CheckpointTensors, local_directory, not_fetched, read_hf_config
+from models.families.source import local_directory, not_fetched
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.attention import FLASH_ATTENTION, PACKED_SDPA, register_packed_sdpa
 from models.train.huggingface.hf_files import converts
@@ -103,10 +101,7 @@ def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -
 
     source = local_directory(checkpoint, key) or checkpoint
     try:
-        kwargs = {"dtype": torch.float32, "attn_implementation": attention}
-        if isinstance(source, Path) and fp8_block(read_hf_config(source)) is not None:
-            return _from_fp8(source, kwargs)
-        return AutoModelForCausalLM.from_pretrained(str(source), **kwargs)
+        return AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, attn_implementation=attention)
     except (ImportError, ValueError) as error:
         if auto and attention != "eager" and "attention" in str(error).lower():
             return _from_pretrained(checkpoint, key, "eager", auto=False)
@@ -116,19 +111,6 @@ def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -
         ) from error
     except OSError as error:
         raise not_fetched(checkpoint, key, error) from error
-
-
-def _from_fp8(directory: Path, kwargs: dict[str, Any]) -> Any:
-    """A model with the values of its float8 weights. The reader of transformers would need a package and a GPU more."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(str(directory))
-    del config.quantization_config
-    with torch.device("meta"):
-        kind: Any = type(AutoModelForCausalLM.from_config(config))
-    with CheckpointTensors(directory) as tensors:
-        values = {name: tensors.slice(name) for name in tensors.files}
-        return kind.from_pretrained(None, config=config, state_dict=values, **kwargs)
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -120,6 +120,17 @@ def says(**keys: object) -> Callable[[Path], Any]:
     return do
 
 
+def both(**keys: object) -> Callable[[Path], Any]:
+    """A second checkpoint, with other values in its config.json."""
+
+    def do(place: Path) -> None:
+        shutil.copytree(place / "model", place / "other")
+        file = place / "other" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return do
+
+
 def without_a_matrix(place: Path) -> None:
     file = place / "model" / "model.safetensors"
     tensors = load_file(file)
@@ -303,13 +314,19 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
         says(quantization_config={"quant_method": "fp8"}), "",
         ["--hf-checkpoint model", "quantization_config", "with SGLang"],
     ),
-    "scales that are powers of two": (
-        says(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}), "",
-        ["--hf-checkpoint model", "quantization_config", "with SGLang"],
+    "a policy in float8": (
+        says(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), "",
+        ["--hf-checkpoint is 'model'", "in float8", "give the checkpoint in bfloat16, and this one as --engine"],
     ),
-    "a warm start in float8": (
-        says(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), "--warm-start-steps 5",
-        ["--warm-start-steps is 5", "in float8", "--warm-start-steps 0, or a checkpoint in bfloat16"],
+    "engines with another model": (
+        both(hidden_size=64), "--engine-checkpoint other", ["--engine-checkpoint is 'other'", "hidden (64, not 96)"],
+    ),
+    "engines with weights that cannot be read": (
+        both(quantization_config={"quant_method": "awq"}), "--engine-checkpoint other",
+        ["--engine-checkpoint other", "quantization_config", "float8 by blocks"],
+    ),
+    "engines with a checkpoint that is nowhere": (
+        nothing, "--engine-checkpoint ./none", ["--engine-checkpoint is './none'", "no such directory"],
     ),
     "config.json of another width": (
         says(hidden_size=64), "",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 VOCAB = 97  # odd: padded as soon as there are two tensor-parallel processes
 
@@ -91,34 +88,6 @@ def save_model(name: str, directory: Path, *, dtype: torch.dtype = torch.float32
     model = make_model(name, dtype=dtype)
     model.save_pretrained(directory)
     return model
-
-
-def save_float8(source: Path, directory: Path, block: tuple[int, int] = (16, 16)) -> Any:
-    """The projections of a checkpoint in float8, with a scale for each block; and beside it, under the name and
-    `-values`, what these are worth, in float32. Returns the model that they make."""
-    numbers: dict[str, torch.Tensor] = {}
-    values: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        numbers[name] = values[name] = tensor
-        if tensor.ndim == 2 and "_proj" in name:
-            scale = torch.empty(tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True)))
-            numbers[name], values[name] = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), tensor.clone()
-            for i, j in itertools.product(*map(range, scale.shape)):
-                place = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
-                scale[i, j] = tensor[place].abs().max() / 448
-                numbers[name][place] = (tensor[place] / scale[i, j]).to(torch.float8_e4m3fn)
-                values[name][place] = numbers[name][place].float() * scale[i, j]
-            numbers[f"{name}_scale_inv"] = scale
-    from transformers import AutoModelForCausalLM
-
-    config = json.loads((source / "config.json").read_text())
-    quantisation = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block, "activation_scheme": "dynamic"}
-    beside = directory.with_name(f"{directory.name}-values")
-    for path, tensors, more in ((directory, numbers, {"quantization_config": quantisation}), (beside, values, {})):
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(config | more))
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(beside, dtype=torch.float32)
 
 
 def token_ids() -> torch.Tensor:

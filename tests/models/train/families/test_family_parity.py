@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from family_models import FAMILIES, VOCAB, gradients, log_probs, save_float8, save_model, token_ids
+from family_models import FAMILIES, VOCAB, gradients, log_probs, save_model, token_ids
 from safetensors.torch import load_file, save_file
 
-from configs.schema.train import TrainConfig
 from models.convert import main, megatron_to_hf
 from models.errors import CheckpointUnavailable
 from models.train.spec import TrainSpec
@@ -28,7 +27,6 @@ DEADLINE_S = 600
 
 SMALL_BUCKET = 16384  # bytes: several for each layer
 ENGINE = "-engine"  # ending of cases with layers in the shape of Transformer Engine's; the last ones of a world
-FLOAT8 = ("qwen3_moe", "deepseek_v3")  # of these there is also a checkpoint in float8
 
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
@@ -38,7 +36,6 @@ ONE = [
     *[(name, name, {}) for name in FAMILIES],
     ("deepseek_v3-recompute", "deepseek_v3", {"recompute_granularity": "full"}),
     ("glm4-recompute", "glm4", {"recompute_activations": True}),
-    ("qwen3_moe-float8", "qwen3_moe-float8", {}),
     *[(f"{name}{ENGINE}", name, {}) for name in ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight")],
 ]
 TWO = [
@@ -46,7 +43,6 @@ TWO = [
     *[(f"{name}-ep2", name, EXPERT) for name in ("qwen3_moe", "glm4_moe_groups", "deepseek_v3")],
     *[(f"{name}-pp2", name, PIPELINE) for name in ("qwen2_tied", "glm4")],
     ("glm4-tp2-whole-sequences", "glm4", {"tensor_model_parallel_size": 2}),
-    ("deepseek_v3-float8-tp2", "deepseek_v3-float8", TENSOR),  # its parts begin inside of blocks
     ("qwen3-two-chunks", "qwen3", {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}),
     ("moonlight-pp2", "moonlight", {**PIPELINE, "decoder_last_pipeline_num_layers": 1}),
     ("glm4_moe-uneven-stages", "glm4_moe", {**PIPELINE, "decoder_first_pipeline_num_layers": 1}),
@@ -82,7 +78,6 @@ class Results:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root, out = (tmp_path_factory.mktemp(name) for name in ("families", "worlds"))
     models, references = {name: save_model(name, root / name) for name in FAMILIES}, {}
-    models |= {f"{name}-float8": save_float8(root / name, root / f"{name}-float8") for name in FLOAT8}
     with trainer_groups(run, (root, out), list(CASES), out / "rendezvous", DEADLINE_S, MEGATRON):
         for name, model in models.items():
             with torch.no_grad():
@@ -115,25 +110,7 @@ def check(result: dict[str, torch.Tensor], reference: Any, checkpoint: Path) -> 
 @pytest.mark.xdist_group("families")
 @pytest.mark.parametrize(("case", "name"), [case[:2] for cases in CASES.values() for case in cases])
 def test_a_family_scores_as_transformers_does_and_comes_back(case: str, name: str, results: Results) -> None:
-    plain = results.root / (f"{name}-values" if "float8" in name else name)
-    check(results.written[case], results.references[name], plain)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("families")
-@pytest.mark.parametrize("name", FLOAT8)
-def test_transformers_is_given_the_values_of_a_checkpoint_in_float8(name: str, results: Results) -> None:
-    """As the torch and fsdp backends load it, which need no package for it."""
-    from transformers import AutoModelForCausalLM
-
-    from models.train.huggingface.loading import load_model
-
-    directory = str(results.root / f"{name}-float8")
-    found = load_model(directory, "hf_checkpoint", TrainConfig(), torch.device("cpu"), seed=0).model
-    wanted = AutoModelForCausalLM.from_pretrained(results.root / f"{name}-float8-values", dtype=torch.float32)
-    assert found.state_dict().keys() == wanted.state_dict().keys()
-    assert all(torch.equal(found.state_dict()[key], tensor) for key, tensor in wanted.state_dict().items())
-    assert not hasattr(found.config, "quantization_config")
+    check(results.written[case], results.references[name], results.root / name)
 
 
 # In a process of its own: Megatron's replacements for a machine without a GPU change torch in the whole process.
