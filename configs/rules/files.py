@@ -226,8 +226,6 @@ def engine_checkpoint_faults(config: Config) -> Iterator[str]:
             f"--hf-checkpoint is {policy!r}, whose weights are in float8, in which small steps do not show; give the "
             "checkpoint in bfloat16, and this one as --engine-checkpoint"
         )
-    if place is not None and config.train.train_backend == "simulated":
-        yield f"--engine-checkpoint is {place!r}, but a simulated trainer has no weights to cast; leave it out"
     if differing := _shape_differences(theirs, ours) if theirs and ours else ():
         yield (
             f"--engine-checkpoint is {place!r}, another model than --hf-checkpoint {policy!r}: {', '.join(differing)}; "

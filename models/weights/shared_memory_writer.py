@@ -209,10 +209,16 @@ class SlotWriter:
 
     def _as_stored(self, tensors: Exported) -> Exported:
         """Those that slots have, quantised as in the source."""
+        places, cast = self._slots[0].tensors, TORCH_NAMES.keys()
         for name, tensor in tensors:
             if self._absent.fullmatch(name):
                 continue
-            if self._block is None or isinstance(tensor, StoredTensor) or name + SCALE not in self._slots[0].tensors:
+            place = places.get(name)
+            if isinstance(tensor, StoredTensor) and place and tensor.spec.dtype in cast - {place.spec.dtype}:
+                from models.weights.transfer import tensor_view
+
+                tensor = tensor_view(bytearray(tensor.data), tensor.spec)
+            if self._block is None or isinstance(tensor, StoredTensor) or name + SCALE not in places:
                 yield name, tensor
                 continue
             from models.families.fp8 import quantised
@@ -260,7 +266,7 @@ def _place(slot: _Slot, name: str, tensor: torch.Tensor | StoredTensor, seen: se
     if isinstance(tensor, StoredTensor) and tensor.spec.dtype != place.spec.dtype:
         raise LayoutMismatch(
             f"tensor {name!r} of version {version} is stored as {tensor.spec.dtype}, the slot was laid out for "
-            f"{place.spec.dtype}; only tensors of torch are cast"
+            f"{place.spec.dtype}; only floating-point numbers are cast"
         )
     return place
 

@@ -21,7 +21,7 @@ from models.errors import CheckpointUnavailable, SourceError
 from models.families.fp8 import PUBLISHED, quantised
 from models.families.source import CheckpointTensors
 from models.tiny import TinyRecipe, make_tiny_checkpoint
-from models.weights.layout import plan_buckets
+from models.weights.layout import plan_buckets, stored_tensors
 from models.weights.shared_memory_writer import SlotWriter
 from models.weights.transfer import tensor_view
 
@@ -147,6 +147,15 @@ def test_the_embedded_engine_serves_what_the_numbers_are_worth(source: Path, tmp
         weights.load(Path(writer.write(1, 0, iter(other.items())).path))
     difference = (weights.names[Q_PROJ] - other[Q_PROJ]).abs()
     assert 0.01 < float(difference.max()) < float(other[Q_PROJ].abs().max()) / 16
+
+
+def test_what_a_simulated_trainer_passes_on_is_quantised_too(source: Path, tmp_path: Path) -> None:
+    """As in an evaluation of a checkpoint: nothing is trained, and the engines get the policy in their types."""
+    policy = source.with_name("plain") / "model.safetensors"
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
+        computed = writer.write(0, 0, iter(load_file(policy).items()))
+        passed_on = writer.write(1, 0, iter(stored_tensors(policy)))
+    assert passed_on.digest == computed.digest
 
 
 def test_buckets_carry_numbers_and_scales(source: Path, tmp_path: Path) -> None:
