@@ -30,7 +30,7 @@ COMPUTED: Final[Mapping[str, tuple[Any, ...] | None]] = {
 }
 ONLY: Final = {
     "hidden_act": "silu",
-    "quantization_config": "what is not quantised, or in float8 by blocks,",
+    "quantization_config": "unquantised weights, or float8 by blocks,",
     "layer_types": "full attention",
     "use_sliding_window": "full attention",
 }
