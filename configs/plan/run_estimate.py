@@ -16,8 +16,16 @@ from configs.plan.gpus import Gpus, Layout
 from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory, trained_models, trainer_memory
 from configs.schema import Config
 from configs.schema.algorithm import needs, scores_old
-from configs.schema.model_shapes import ModelShape, active_parameters, forward_flops, known_shape, total_parameters
+from configs.schema.model_shapes import (
+    ModelShape,
+    active_parameters,
+    forward_flops,
+    fp8_block,
+    known_shape,
+    total_parameters,
+)
 from configs.schema.notation import as_number
+from configs.sources import model_config
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured
@@ -75,7 +83,7 @@ def estimate_run(config: Config, model: Mapping[str, Any]) -> RunEstimate | None
         active=active_parameters(shape),
         trainer=trainer_memory(config, shape),
         engine=_engine(config, shape, count) if "generate" in path(config) or evaluates(config) else None,
-        weight_slots=2 * count * _engine_width(config),
+        weight_slots=2 * _sent_bytes(config, shape, count),
         work=_work(config, shape),
     )
 
@@ -85,6 +93,14 @@ def _engine_width(config: Config) -> int:
     if config.engine.engine == "sglang":
         return 4 if config.sglang.sglang_args.get("dtype") == "float32" else 2
     return 2 if config.engine.engine_dtype == "bfloat16" else 4
+
+
+def _sent_bytes(config: Config, shape: ModelShape, count: int) -> int:
+    """Of one version on its way to the engines: in float8 a byte for each weight but those of embedding and head."""
+    width, served = _engine_width(config), model_config(config.engine.engine_checkpoint or "")
+    if served is None or fp8_block(served) is None:
+        return count * width
+    return count + (width - 1) * shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
 
 
 def _engine(config: Config, shape: ModelShape, count: int) -> EngineMemory:
@@ -101,7 +117,7 @@ def _engine(config: Config, shape: ModelShape, count: int) -> EngineMemory:
     # Key heads are divided until each GPU has one; a compressed cache is whole on every GPU.
     per_token = shape.key_values if shape.latent else -(-shape.key_values // min(gpus, shape.kv_heads))
     per_token *= layers * width
-    weights = -(-count * width // gpus)
+    weights = -(-_sent_bytes(config, shape, count) // gpus)
     fraction = as_number(config.sglang.sglang_args.get("mem_fraction_static")) or STATIC_FRACTION
     room = int(GPU_BYTES * fraction) - weights
     tokens = max(0, room) // max(1, per_token)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -183,6 +185,20 @@ def test_one_gpu_of_an_sglang_engine() -> None:
     latent = preset("deepseek-v3")
     for gpus in ("16", "32"):
         assert engine(latent, argv, gpus).kv_bytes_per_token == 61 * (512 + 64) * 2, "whole on every GPU"
+
+
+def test_engines_in_float8(tmp_path: Path) -> None:
+    """A byte for each weight, but two for those of the embedding, which is the head as well or has one beside it."""
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"quantization_config": quantised}))
+    argv = ("--engine sglang", "--engine-checkpoint", str(tmp_path))
+    for tied in (True, False):
+        model = TINY | {"tie_word_embeddings": tied}
+        total, rows = total_parameters(shape_of(model)), 256 * 64 * (1 if tied else 2)
+        found, plain = estimate(model, *argv), estimate(model, "--engine sglang")
+        assert (found.engine.weights, found.weight_slots) == (total + rows, 2 * (total + rows))
+        assert (plain.engine.weights, plain.weight_slots) == (2 * total, 4 * total)
+        assert found.engine.kv_tokens > plain.engine.kv_tokens
 
 
 def test_work_of_a_batch() -> None:
