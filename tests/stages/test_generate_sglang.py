@@ -40,14 +40,15 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No response ends by itself."""
+def of_one_length(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No response ends by itself. Returns what decides in its place otherwise."""
     original = Requests.params
 
     def params(self: Requests, *args: Any) -> SamplingParams:
         return msgspec.structs.replace(original(self, *args), ignore_eos=True)
 
     monkeypatch.setattr(Requests, "params", params)
+    return original
 
 
 ONE_SERVER = {"update_weight_rolling": 1}  # behind two proxies: two updates at once end it
@@ -193,7 +194,10 @@ def in_stream(exchange: Exchange) -> bool:
 
 
 @pytest.mark.full
-async def test_turns_an_update_and_a_lost_engine(tmp_path: Path, sglang: RealServer, log: Log) -> None:
+async def test_turns_an_update_and_a_lost_engine(
+    tmp_path: Path, sglang: RealServer, log: Log, monkeypatch: pytest.MonkeyPatch, of_one_length: Any
+) -> None:
+    monkeypatch.setattr(Requests, "params", of_one_length)  # turns end at their stop tokens
     torch.set_num_threads(1)
     async with EngineClient(sglang.url) as client:
         await sglang.fresh(client)
