@@ -98,16 +98,14 @@ def living(group: int) -> bool:
 
 
 def show_as(name: str, argv: Sequence[str]) -> None:
-    """What `ps` and `top` show of this process, a copy of another, whose environment is set anew already. The words of
-    its command line lie where those of the other lay and, if they are longer, where its environment lay."""
+    """What `ps` and `top` show of this process, a copy of another. The words of its command line lie where those of the
+    other lay, and are cut to their length."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name[:15].encode())
     with contextlib.suppress(OSError, ValueError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        first, last, end = int(fields[45]), int(fields[46]), int(fields[48])  # arg_start, arg_end, env_end
-        words = "\0".join([sys.executable, "-P", "-m", *argv]).encode()
-        if len(words) >= last - first:  # the kernel takes what goes on there for one text, which NUL would end
-            words, last = words.replace(b"\0", b" "), end
-        ctypes.memmove(first, words[: last - first - 1].ljust(last - first, b"\0"), last - first)
+        first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end
+        words = "\0".join([sys.executable, "-P", "-m", *argv]).encode()[: last - first - 1]
+        ctypes.memmove(first, words.ljust(last - first, b"\0"), last - first)
 
 
 def collect_less() -> None:

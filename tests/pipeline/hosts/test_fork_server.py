@@ -91,8 +91,7 @@ DRIVER = """
                     await asyncio.sleep(0.01)
                 await process.kill()
             return [await process.wait(), process.pid]
-        long = ["--long", "word-" * 30, "--last"]
-        both = await asyncio.gather(*(ended(copies, f"both-{number}", "0", *long) for number in (1, 2)))  # at once
+        both = await asyncio.gather(*(ended(copies, f"both-{number}", "0") for number in (1, 2)))  # asked for at once
         found = {("both", ""): [code for code, _ in both]}
         for name, launcher in (("copied", copies), ("started", starts)):
             for word in ("0", "3", "raise", "wait", "leave"):
@@ -154,9 +153,6 @@ def test_a_copy_is_as_a_process_that_was_started(tmp_path: Path, way: str) -> No
     assert found["both "] == [0, 0]
     for number in (1, 2):
         assert facts_of(logs / f"both-{number}.log")["open"] == facts_of(logs / "started-0.log")["open"]
-        shown = (logs / f"both-{number}.log").read_text().partition("shown ")[2]
-        assert "-m facts 0 --long word-word-" in shown, "more than the driver's own command line has room for"
-        assert "word- --last" in shown
     drawn = [re.findall(r"drawn (\S+) (\S+)", (logs / f"copied-{word}.log").read_text()) for word in ("0", "3")]
     assert not {*drawn[0][0]} & {*drawn[1][0]}, "each draws numbers of its own"
     assert "ValueError: this program is broken" in (logs / "copied-raise.log").read_text()
