@@ -338,6 +338,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except OSError as error:
+        sys.stderr.write(f"{error.filename}: {error.strerror}; remove what was begun, and convert again\n")
+        return 2
     return 0
 
 

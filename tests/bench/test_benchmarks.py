@@ -6,6 +6,7 @@ tests/configs/test_goodput.py.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
@@ -33,6 +34,12 @@ def test_the_benchmarks_are_those_of_make_bench() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert len(BENCHMARKS) >= 6
     assert [name for name in BENCHMARKS if f"-m bench.{name} --quick" not in makefile] == []
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_can_be_imported(name: str) -> None:
+    """The short forms take minutes, and are not run with each change."""
+    assert callable(importlib.import_module(f"bench.{name}").main)
 
 
 @pytest.mark.slow

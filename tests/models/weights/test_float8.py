@@ -183,3 +183,6 @@ def test_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is not empty" in capsys.readouterr().err
     assert main(["hf-to-megatron", "--hf", str(source), "--out", str(tmp_path / "megatron")]) == 2
     assert "is quantised; run to-bfloat16 first" in capsys.readouterr().err
+    nowhere = source / "model.safetensors" / "out"
+    assert main(["to-float8", "--hf", str(source), "--out", str(nowhere)]) == 2
+    assert capsys.readouterr().err == f"{nowhere}: Not a directory; remove what was begun, and convert again\n"
