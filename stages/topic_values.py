@@ -38,6 +38,7 @@ RUNNING: Final = "/running"
 WAITING: Final = "/waiting"
 LENGTH: Final = "length/"  # prefix of figures of generate: training rollouts that ended, by `length_place`
 FAILED: Final = "failed/"  # prefix of figures of group: rollouts that failed, by their reason
+DECIDED: Final = "decided/"  # topic `decided/<replica of group>`: keys of groups that are dropped before their end
 LEAVE: Final = "leave/"  # topic `leave/<engine>`: it must end; clients send elsewhere, its requests move
 ORDER: Final = "order/"  # topic `order/<fetcher>/<engine>`: weights for an engine of the fetcher's node
 BROUGHT: Final = "brought/"  # topic `brought/<fetcher>/<engine>`: the progress of that order

@@ -92,6 +92,13 @@ def filter_faults(config: Config) -> Iterator[str]:
             f"set it to at least {batch}, or leave it out"
         )
 
+    early, n = config.filter.dynamic_sampling_early_after, config.rollout.n_samples_per_prompt
+    if early is not None and not 2 <= early < n:
+        yield (
+            f"--dynamic-sampling-early-after is {early}, but must be at least 2 and below --n-samples-per-prompt {n}; "
+            "choose such a number, or leave it out"
+        )
+
 
 def pack_names() -> tuple[str, ...]:
     """Built-in environments: the modules that have the class which their name stands for."""

@@ -247,6 +247,11 @@ class FilterConfig(Section, frozen=True, kw_only=True):
         Count | None, ReadBy("--dynamic-sampling-filter or --dynamic-sampling-filter-path")
     ] = None
     """groups in flight towards one rollout batch while filters are on; default: --rollout-batch-size"""
+    dynamic_sampling_early_after: Annotated[
+        Count | None, ReadBy("--dynamic-sampling-filter or --dynamic-sampling-filter-path")
+    ] = None
+    """judge a group already when this many of its rollouts have ended: if the filters drop these, the others are not
+    generated to their end; default: only whole groups"""
     max_filter_rounds: Count = 50
     """give up when this many batches were filtered without one being trained"""
 

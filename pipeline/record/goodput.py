@@ -34,6 +34,7 @@ from configs.schema import Config
 from models.disk import write_json
 from pipeline.facts.stats import GoodputFigures
 from pipeline.record.view import RunView
+from stages.group.filters import EARLY
 from stages.messages import Settled, StepDone
 from stages.topic_values import LENGTH, RUNNING, EngineEntry, length_of
 from stages.train.batch_metrics import MASKED, length_bucket
@@ -241,7 +242,8 @@ class GroupOutcomes:
         self._ended += 1
         self._aborted += report.outcome in ("stale", "discarded")
         if report.reward is not None:
-            figures.length(report.tokens / self._n_samples)
+            if not report.detail.endswith(EARLY):
+                figures.length(report.tokens / self._n_samples)
             self._rewards.append(report.reward)
         if report.outcome == "filtered":
             self._wasted += report.tokens

@@ -75,8 +75,9 @@ class Turns:
             progress = None
             if partial and 0 < journal.tokens < budget:
                 progress = Progress(journal.tokens, lambda place, result: journal.keep(group, samples[place], result))
-            cancel_stale = self.requests.cancels_stale(group)
-            request = replace(self.requests.of(group, samples, budget, deadline), cancel_stale=cancel_stale)
+            request = self.requests.of(group, samples, budget, deadline)
+            cancel_stale, trained = self.requests.cancels_stale(group), group.purpose == "train"
+            request = replace(request, cancel_stale=cancel_stale, cancel_decided=trained)
             async with self.sampler.stream(request, restored, progress) as members:
                 async for place, result in members:
                     if not restored or result is not restored[place]:

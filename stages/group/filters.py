@@ -31,6 +31,7 @@ from stages.rollouts import closing, oldest_version, pass_rate, raw_returns, rol
 
 ZERO_STD = 1e-6  # rewards closer than this are equal: sums of floats are noisy
 FALLBACK = "nonzero_std_fallback"
+EARLY = ", early"  # ends the reason of a group that was dropped for its first rollouts: the others were cut short
 FORMS = {  # of the argument after the colon
     "nonzero_std": "",
     FALLBACK: "",

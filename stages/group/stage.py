@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,7 +25,7 @@ from models.import_path import raised
 from models.slime_arguments import slime_arguments
 from stages.base import Stage, beside
 from stages.errors import FilterError
-from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
+from stages.group.filters import EARLY, FilterDecision, FilterState, GroupFilter, resolve_filter
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.stage import Grading
@@ -34,10 +34,12 @@ from stages.sample_log import SampleLog
 from stages.slime.hooks import all_samples, logged, removed, sample_filter, shown
 from stages.slime.types import DataSource
 from stages.staleness_gate import StalenessGate
-from stages.topic_values import FAILED, SETTINGS, newest_settings
+from stages.topic_values import DECIDED, FAILED, SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
 MOST_REASONS = 100  # in the log and in the figures: a reason with a number in it is never the same twice
+REMEMBERED_DECISIONS = 256
+BETWEEN_NEWS_S = 0.1
 REASON_CHARS = 200  # of a figure's name
 
 log = logging.getLogger("sluice.group")
@@ -48,6 +50,7 @@ class _Open:
     group: PromptGroup
     parts: dict[int, dict[int, Sample]] = field(default_factory=dict)  # index -> sequence -> sample
     leases: list[Lease[RolloutSlice]] = field(default_factory=list)
+    decided: Settled | None = None  # how it ends, known before its last rollout has ended
 
     def add(self, sample: Sample) -> None:
         """Take a sample, unless its place is filled or its attempt has another number of sequences."""
@@ -56,14 +59,25 @@ class _Open:
             sequences.setdefault(sample.sequence, sample)
 
     @property
+    def whole(self) -> list[dict[int, Sample]]:
+        """The rollouts of which all sequences are here."""
+        return [parts for parts in self.parts.values() if len(parts) >= next(iter(parts.values())).sequences]
+
+    @property
     def complete(self) -> bool:
-        whole = sum(len(parts) >= next(iter(parts.values())).sequences for parts in self.parts.values())
-        return whole >= self.group.n_samples
+        return len(self.whole) >= self.group.n_samples
 
     @property
     def slice(self) -> RolloutSlice:
         samples = [sample for parts in self.parts.values() for sample in parts.values()]
         return RolloutSlice(self.group, tuple(sample for parts in rollouts(samples) for sample in parts))
+
+    @property
+    def beginning(self) -> RolloutSlice:
+        """The rollouts that have ended, as if the group had no others."""
+        samples = [sample for parts in self.whole for sample in parts.values()]
+        members = tuple(sample for parts in rollouts(samples) for sample in parts)
+        return RolloutSlice(msgspec.structs.replace(self.group, n_samples=len(self.whole)), members)
 
 
 def members_needed(config: Config, n_samples: int) -> int:
@@ -90,6 +104,9 @@ class GroupStage(Stage):
         self._args = slime_arguments(self.config)
         self._drain: str | None = None
         self._gate = StalenessGate.of(self.config)
+        self._early_after = self.config.filter.dynamic_sampling_early_after
+        self._decided: deque[str] = deque(maxlen=REMEMBERED_DECISIONS)
+        self._news = asyncio.Event()  # there are decisions that generate does not know
         self._logged: set[str] = set()  # reasons of failed members that have been logged
         self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left, to recognise late duplicates
         self._samples = SampleLog(self.config, self.context.run_dir)
@@ -104,7 +121,7 @@ class GroupStage(Stage):
     async def run(self, ports: Ports) -> None:
         self._take_thresholds(ports.topic)  # a new replica needs them before its first group
         judges = [] if self._grading is None else [self._grading.outside.follow(ports.topic)]
-        async with beside(self._watch_topic(ports), *judges):
+        async with beside(self._watch_topic(ports), self._tell(ports), *judges):
             await self._join(ports)
 
     async def _watch_topic(self, ports: Ports) -> None:
@@ -125,6 +142,15 @@ class GroupStage(Stage):
                 self._drain = reason.decode()
                 for open_ in list(self._open.values()):
                     await self._discard(open_, ports.outlets["settle"])
+
+    async def _tell(self, ports: Ports) -> None:
+        """Waits for groups that are decided before their end; runs until cancelled. Tells generate, not too often,
+        for each change of the topic wakes several processes."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await ports.topic.publish(DECIDED + ports.replica, msgspec.msgpack.encode(tuple(self._decided)))
+            await asyncio.sleep(BETWEEN_NEWS_S)
 
     def _take_thresholds(self, topic: Topic) -> None:
         """Apply the newest thresholds to all groups that are filtered from now on."""
@@ -170,7 +196,27 @@ class GroupStage(Stage):
         elif open_.complete:
             self._claim(group.key)  # a drain must not settle it as well
             return open_
+        else:
+            await self._decide_early(open_, ports.topic)
         return None
+
+    async def _decide_early(self, open_: _Open, topic: Topic) -> None:
+        """Drop a group for what its first rollouts are. It is settled when the others have come, cut short."""
+        if self._early_after is None or open_.decided is not None:
+            return
+        beginning = open_.beginning
+        members = counting(beginning.samples)
+        if len(closing(members)) < self._early_after or any(map(rollout_fault, rollouts(members))):
+            return
+        self._learn_version(topic)
+        open_.decided = await self._dropped(msgspec.structs.replace(beginning, samples=members))
+        if open_.decided is not None:
+            self._decided.append(open_.group.key)
+            self._news.set()
+
+    def _learn_version(self, topic: Topic) -> None:
+        newest = read_value(topic, "weights", WeightsAnnouncement)
+        self._state.version = 0 if newest is None else newest.version
 
     async def _evaluated(self, slice_: RolloutSlice, ports: Ports) -> None:
         if "eval" in ports.outlets:
@@ -188,9 +234,8 @@ class GroupStage(Stage):
                 await self._evaluated(slice_, ports)
                 self._release(open_)
                 return
-            newest = read_value(ports.topic, "weights", WeightsAnnouncement)
-            self._state.version = 0 if newest is None else newest.version
-            verdict = await self._judge(slice_)
+            self._learn_version(ports.topic)
+            verdict = await self._judge(slice_, open_.decided)
             if self._all_samples is not None:
                 flag, seen = "--rollout-all-samples-process-path", shown(slice_)
                 await logged(flag, self._all_samples, self._args, [seen], DataSource())
@@ -205,9 +250,11 @@ class GroupStage(Stage):
                 await self._samples.ended(self._state.version, slice_, verdict.outcome, verdict.detail)
         self._release(open_)
 
-    async def _judge(self, slice_: RolloutSlice) -> RolloutSlice | Settled:
-        """The slice of counting members, or how the group ends."""
+    async def _judge(self, slice_: RolloutSlice, decided: Settled | None) -> RolloutSlice | Settled:
+        """The slice of counting members, or how the group ends. `decided`: what its first rollouts have settled."""
         self._count_failed(slice_)
+        if decided is not None:
+            return settlement(slice_, decided.outcome, f"{decided.detail}{EARLY}")
         members = counting(slice_.samples)
         for parts in rollouts(members):
             wrong = rollout_fault(parts)
@@ -228,15 +275,8 @@ class GroupStage(Stage):
             rest, why = f"{counted} of its {total} rollouts", "; ".join(new)[:1000]
             log.warning("group %s continues with %s; others failed: %s", slice_.group.key, rest, why)
         kept = msgspec.structs.replace(slice_, samples=members)
-        for filter_ in self._filters:
-            try:
-                decision = await _decide(filter_, kept)
-            except Exception as error:
-                self.activity.failures += 1
-                return settlement(slice_, "failed", f"--dynamic-sampling-filter-path: {raised(error)}")
-            if not decision.keep:
-                self.activity.count("filtered")
-                return settlement(slice_, "filtered", decision.reason or "filtered")
+        if (dropped := await self._dropped(kept)) is not None:
+            return settlement(slice_, dropped.outcome, dropped.detail)
         if self._sample_filter is not None:
             try:
                 kept = removed(self._sample_filter, self._args, kept)
@@ -245,6 +285,19 @@ class GroupStage(Stage):
                 return settlement(slice_, "failed", detail)
         self._state.passes(slice_.group)
         return kept
+
+    async def _dropped(self, slice_: RolloutSlice) -> Settled | None:
+        """What a filter says that does not keep the group."""
+        for filter_ in self._filters:
+            try:
+                decision = await _decide(filter_, slice_)
+            except Exception as error:
+                self.activity.failures += 1
+                return settlement(slice_, "failed", f"--dynamic-sampling-filter-path: {raised(error)}")
+            if not decision.keep:
+                self.activity.count("filtered")
+                return settlement(slice_, "filtered", decision.reason or "filtered")
+        return None
 
     def _count_failed(self, slice_: RolloutSlice) -> None:
         """Also what counts with reward 0 because its grader failed (`--reward-on-error zero`)."""

@@ -58,6 +58,7 @@ class SampleRequest:
     engine_s: float | None = None
     deadline_s: float | None = None
     cancel_stale: bool = False  # end it when later batches may not train its tokens any more
+    cancel_decided: bool = False  # end it when the outcome of the group that `session` names is known
 
     @property
     def n(self) -> int:
@@ -112,6 +113,7 @@ FINISH_OF: Final[dict[str, Finish]] = {"stop": "stop", "length": "length", "abor
 OUT_OF_TIME: Final = "engines have worked on it for engine_s"
 DRAINED: Final = "the run is stopping"
 TOO_OLD: Final = "later batches may not train its tokens"
+SUPERFLUOUS: Final = "its group is dropped whatever it would have been"
 
 
 class VersionLabelError(Exception):

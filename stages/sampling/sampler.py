@@ -25,13 +25,14 @@ import numpy.typing as npt
 from models.engines.protocol import GenerateRequest
 from models.errors import LOSSES, EngineError, EngineTimeout, EngineUnreachable
 from stages.base import GenerateOptions, StageContext, side_by_side
-from stages.ports import Readable, Topic
+from stages.ports import Readable, Topic, read_value
 from stages.sampling.attempt import Attempt, Call, Emit, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.partial_rollouts import UnknownPolicy, answer
 from stages.sampling.requests import (
     DRAINED,
     OUT_OF_TIME,
+    SUPERFLUOUS,
     TOO_OLD,
     Chunk,
     Members,
@@ -44,7 +45,7 @@ from stages.sampling.requests import (
     with_stream_interval,
 )
 from stages.sampling.routes import RetryState, RouteRequest, Routes
-from stages.topic_values import EVALUATION, TRAINED, newest_settings
+from stages.topic_values import DECIDED, EVALUATION, TRAINED, newest_settings
 
 log = logging.getLogger("sluice.sampler")
 Counters = dict[str, float]
@@ -76,7 +77,8 @@ class Sampler:
         # restarted client or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
-        self._cancellable: set[Attempt] = set()  # at engines, and cancelled when they are too old
+        self._cancellable: set[Attempt] = set()  # at engines, and ended early where nothing can come of them
+        self._decided: set[str] = set()  # keys of groups whose outcome is known
         sglang = config.engine.engine == "sglang"
         # SGLang streams tokens as they are generated, so that they survive their engine. On a CPU our engines would pay
         # too much for that: they report a member when it ends, which only a request for several members needs.
@@ -98,16 +100,34 @@ class Sampler:
     async def follow(self, topic: Topic) -> None:
         """Follow the topic and publish figures on it. Waits for the topic; runs until cancelled."""
         self._topic = topic
-        await side_by_side((self.directory.follow(topic), self.reports.run(topic), self._cancel_stale()))
+        cancels = self._cancel_stale(), self._cancel_decided(topic)
+        await side_by_side((self.directory.follow(topic), self.reports.run(topic), *cancels))
 
     async def _cancel_stale(self) -> None:
         """Waits for new versions; runs until cancelled. Stops what no later batch may train."""
         while True:
             changed, oldest = self.directory.changed(), self.oldest
-            for attempt in [attempt for attempt in self._cancellable if attempt.first_version < oldest]:
-                self._cancellable.discard(attempt)
-                attempt.stop(TOO_OLD)
+            stale = [a for a in self._cancellable if a.request.cancel_stale and a.first_version < oldest]
+            self._stop(stale, TOO_OLD)
             await changed.wait()
+
+    async def _cancel_decided(self, topic: Topic) -> None:
+        """Waits for groups that lost a rollout for good or that a filter drops; runs until cancelled. Stops their
+        other rollouts."""
+        revision = 0
+        while True:
+            keys = ("dead", *topic.items(DECIDED))
+            self._decided = {group for key in keys for group in read_value(topic, key, tuple[str, ...]) or ()}
+            self._stop([a for a in self._cancellable if self._superfluous(a.request)], SUPERFLUOUS)
+            revision = await topic.wait(revision, "dead", DECIDED)
+
+    def _superfluous(self, request: SampleRequest) -> bool:
+        return request.cancel_decided and request.session in self._decided
+
+    def _stop(self, attempts: Sequence[Attempt], why: str) -> None:
+        for attempt in attempts:
+            self._cancellable.discard(attempt)
+            attempt.stop(why)
 
     async def ready(self) -> None:
         """Waits for the first engine that carries published weights and can be sent to, or for a drain."""
@@ -218,6 +238,8 @@ class Sampler:
             attempt.end_all("aborted", OUT_OF_TIME)
         elif request.cancel_stale and versions and min(versions) < self.oldest:
             attempt.end_all("aborted", TOO_OLD)
+        elif self._superfluous(request):
+            attempt.end_all("aborted", SUPERFLUOUS)
         elif len(first.token_ids) >= budget > 0:
             attempt.end_all("length")
         else:
@@ -254,7 +276,7 @@ class Sampler:
             if progress is not None and not self._tokens_come:
                 wire = with_stream_interval(wire, progress.tokens)
             self.reports.note()
-            if request.cancel_stale:
+            if request.cancel_stale or request.cancel_decided:
                 # No engine can make the first token with weights that are not published yet.
                 attempt.first_version = min(
                     (run.version for run in attempt.had[0].runs), default=self.directory.published or 0

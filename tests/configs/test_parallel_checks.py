@@ -287,6 +287,13 @@ def test_every_estimator_is_accepted_as_it_is() -> None:
      "a batch of 32 groups needs as many in flight anyway; set it to at least 32"),
     ("--over-sampling-batch-size 64 --dynamic-sampling-filter nonzero_std --deterministic",
      "depends on the order in which they finish"),
+    ("--dynamic-sampling-early-after 4", "only --dynamic-sampling-filter or --dynamic-sampling-filter-path reads it"),
+    *((f"--dynamic-sampling-early-after {n} --dynamic-sampling-filter nonzero_std",
+       f"is {n}, but must be at least 2 and below --n-samples-per-prompt 8") for n in (1, 8)),
+    ("--dynamic-sampling-early-after 4 --dynamic-sampling-filter nonzero_std --deterministic",
+     "which rollouts end first then decides which groups are trained"),
+    ("--dynamic-sampling-early-after 4 --dynamic-sampling-filter nonzero_std --group-rm --custom-rm-path json:loads",
+     "rewards are there only when the group is whole"),
     ("--dynamic-sampling-filter nonzero_std nonzero_std_fallback", "leave one of them out"),
     ("--buffer-order oldest", "did you mean oldest_first?"),
     ("--curriculum pass_rate --curriculum-low 0.95", "must not be above --curriculum-high"),
@@ -320,7 +327,7 @@ def test_allowed_combinations_that_are_easily_refused_by_mistake() -> None:
         "--rollout-rs seq_mean_k1=0.99_1.01 token_k3=0.05 --rs-unit rollout --rs-veto 1e-4",
         "--reward-component acc=contains:a@b@0.8 fmt=format:x=y@0.2",
         "--frozen-engine teacher=http://localhost:30000 --use-opd --opd-teacher teacher",
-        "--dynamic-sampling-filter nonzero_std --over-sampling-batch-size 48",
+        "--dynamic-sampling-filter nonzero_std --over-sampling-batch-size 48 --dynamic-sampling-early-after 7",
         "--kl-coef 0.01 --advantage-estimator reinforce_plus_plus --ref-update-interval 4",
     ):
         settled(BASE, argv)

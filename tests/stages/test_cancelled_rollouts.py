@@ -115,6 +115,35 @@ async def test_a_request_of_a_program_is_not_ended(tmp_path: Path) -> None:
         assert (result.finish, len(result.token_ids)) == ("stop", LENGTH)
 
 
+@pytest.mark.parametrize("key", ["decided/group-0", "dead"])
+@pytest.mark.parametrize("members", [1, 4])
+async def test_a_group_whose_outcome_is_known_is_ended(tmp_path: Path, key: str, members: int) -> None:
+    """A filter drops it for its first rollouts, or it lost one for good. Others go on, and evaluations too."""
+    sections = {"asynchrony": {"max_staleness": 9}, "rollout": {"rollout_max_response_len": ENDLESS}}
+    async with started(tmp_path, engine=simulated(SLOW_MS, ENDLESS), **sections) as world:
+        evaluated = make_group(2, 1, purpose="eval")
+        for group in (make_group(0, members), make_group(1, 1), evaluated):
+            await world.ask(group)
+        await all_written(world, members + 2)
+        world.rig.topic.publish(key, msgspec.msgpack.encode(("7", "0", evaluated.key)))
+        ended = await world.whole(members)
+        assert [(sample.status, sample.response_length > 0) for sample in ended] == [("aborted", True)] * members
+        await until(lambda: running(world) == 2)
+        [target] = world.stage.sampler.directory.serving()
+        assert target.slots.taken == 2
+
+
+async def test_a_conversation_whose_group_is_decided_has_no_further_turn(tmp_path: Path) -> None:
+    async with started(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
+        world.rig.topic.publish("decided/group-3", msgspec.msgpack.encode(("0",)))
+        await idle()
+        back = await world.rig.outlet("generate.return")
+        for group in (0, 1):
+            await back.send(make_slice(group, make_sample(0, status="pending"), n_samples=1), str(group))
+            [sample] = await world.whole(1)
+            assert (sample.status, sample.length) == (("aborted", 7), ("completed", 7 + 40))[group]
+
+
 async def test_what_is_too_old_already_is_not_continued(tmp_path: Path, log: Log) -> None:
     """After an engine was lost, for instance."""
     async with started(tmp_path, asynchrony=BOUND) as world:

@@ -14,6 +14,7 @@ from models.import_path import ImportPathError
 from stages.group.filters import FilterDecision, FilterState, resolve_filter
 from stages.group.stage import GroupStage
 from stages.messages import Float32Array, RolloutSlice, Settled, VersionRun, wire
+from stages.ports import read_value
 from tests.stages.stage_rig import (
     Desk,
     Rig,
@@ -30,6 +31,7 @@ from tests.stages.stage_rig import (
     running,
     settled,
     take,
+    until,
 )
 from transport.stream import Outlet
 
@@ -220,3 +222,50 @@ async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm(
     await desk.end()
     assert desk.rig.hubs["settle"].stats().accepted == 1
     assert desk.rig.hubs["group"].stats().settled == 2
+
+
+EARLY = {**NONZERO, "dynamic_sampling_filter_path": f"{PARTS}:short_only", "dynamic_sampling_early_after": 2}
+MEMBERS = {  # the first two of four rollouts, and the reason why their group is dropped
+    "equal": ([make_sample(0, reward=1.0), make_sample(2, reward=1.0)], "zero_std_1.0"),
+    "by the custom filter": ([make_sample(0, n=9, reward=0.0), make_sample(2, reward=1.0)], "longest_9"),
+    "different": ([make_sample(0, reward=1.0), make_sample(2, reward=0.0)], None),
+    "one counts": ([make_sample(0, reward=1.0), failed(2)], None),
+    "one is here": ([make_sample(0, reward=1.0)], None),
+    "half of the second": ([make_sample(0, reward=1.0), replace(make_sample(2, reward=1.0), sequences=2)], None),
+    "one is damaged": ([make_sample(0, reward=1.0), make_sample(2, reward=1.0, log_probs=[math.nan] * 4)], None),
+}
+
+
+def decided(one: Desk) -> list[str]:
+    return list(read_value(one.rig.topic, "decided/group-0", tuple[str, ...]) or ())
+
+
+@pytest.mark.parametrize("case", MEMBERS)
+async def test_a_group_is_dropped_for_its_first_rollouts(case: str) -> None:
+    """It is settled when the others are here, with the tokens of all, and whatever they are."""
+    first, reason = MEMBERS[case]
+    async with open_desk(make_config(filter=EARLY)) as one:
+        await one.send(make_slice(5, *first, n_samples=4))
+        await idle()
+        assert (decided(one), one.rig.hubs["settle"].stats().accepted) == (["5"] if reason else [], 0)
+        if reason is None:
+            return
+        await one.send(make_slice(5, make_sample(1, reward=0.5), n_samples=4))
+        await one.send(make_slice(5, make_sample(3, status="aborted", n=2), n_samples=4))
+        report = await settled(one)
+        assert (report.group_id, report.outcome, report.detail) == (5, "filtered", f"{reason}, early")
+        assert report.tokens == sum(sample.length - sample.prompt_length for sample in first) + 4 + 2
+        await one.rig.hubs["group"].wait_empty()
+        assert one.stage.activity.extra["filtered"] == 1
+
+
+async def test_a_share_of_failed_rollouts_is_that_of_the_rollouts_which_have_ended() -> None:
+    filters = {"dynamic_sampling_filter": ("max_failed:0.4",), "dynamic_sampling_early_after": 2}
+    async with open_desk(make_config(filter=filters)) as one:
+        for group, failures in enumerate((1, 2)):
+            members = [make_sample(0), make_sample(1), *(failed(2 + at) for at in range(failures))]
+            await one.send(make_slice(group, *members, n_samples=8))
+        half = replace(make_sample(4), sequences=2)
+        await one.send(make_slice(2, make_sample(0), make_sample(1), failed(2), failed(3), half, n_samples=8))
+        await until(lambda: len(decided(one)) > 1)  # news are gathered for a moment
+        assert decided(one) == ["1", "2"], "1 of 3 and 2 of 4"

@@ -312,6 +312,7 @@ def test_the_bias_report_compares_what_was_trained_with_what_was_not(tmp_path: P
     group_outcomes = GroupOutcomes(4)
     group_outcomes.settled(Settled(0, "stale", tokens=4 * 100, reward=0.0, pass_rate=0.0))
     group_outcomes.settled(Settled(1, "discarded", tokens=4))  # cut short: it has no length of its own
+    group_outcomes.settled(Settled(4, "filtered", "zero_std_0.0, early", tokens=4, reward=0.0))  # as this one
     group_outcomes.settled(Settled(2, "trained", step=1, pass_rate=1.0))
     group_outcomes.settled(Settled(3, "trained", step=1, pass_rate=0.25))
     lengths = {"rollout/group_len/16": 1.0, "rollout/group_len/32": 1.0, "rollout/response_len/mean": 20.0}
@@ -324,6 +325,7 @@ def test_the_bias_report_compares_what_was_trained_with_what_was_not(tmp_path: P
     assert trained == (2, 20.0, 0.625, {"16": 1, "32": 1}, {"0.2": 1, "1.0": 1})
     assert report["stale"]["lengths"] == {"128": 1}
     assert discarded == (1, None, None, {}, {})
+    assert (report["filtered"]["groups"], report["filtered"]["lengths"]) == (1, {})
 
 
 @given(st.lists(st.text(max_size=12), max_size=80))
