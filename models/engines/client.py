@@ -27,6 +27,7 @@ from models.engines.http_client import Headers, HttpClient, T
 from models.engines.streamed import PartialOutputs, StreamBroken
 from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
 from models.weights.layout import TORCH_NAMES, Bucket
+from models.weights.shared_memory_reader import SlotManifest
 
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
@@ -174,13 +175,17 @@ class EngineClient(HttpClient):
         await self.call("POST", "/abort_request", request, self._control_timeout_s)
 
     async def update_weights_from_disk(
-        self, path: str, version_label: str | None, flush_cache: bool = True
+        self, path: str, version_label: str | None, flush_cache: bool = True, claim: SlotManifest | None = None
     ) -> WeightsUpdated:
         """Load the Hugging Face checkpoint at `path` and call it `version_label` from the next token on.
 
+        `claim`: what one of our engines compares its bytes with, unless it has done so in `prepare_weights`.
+
         Raises `EngineRefused` if it does not fit; the old weights then stay. Returns as `update` does.
         """
-        request = protocol.UpdateWeightsRequest(model_path=path, weight_version=version_label, flush_cache=flush_cache)
+        request = protocol.UpdateWeightsRequest(
+            model_path=path, weight_version=version_label, flush_cache=flush_cache, claim=claim
+        )
         updated = await self.update("/update_weights_from_disk", request, self._control_timeout_s, flush_cache)
         if flush_cache and not updated.cache_flushed and version_label is not None:
             # With status 400 the server did not record the label.
@@ -188,9 +193,12 @@ class EngineClient(HttpClient):
             await self.call("POST", "/update_weight_version", rename, self._control_timeout_s)
         return updated
 
-    async def prepare_weights(self, path: str, label: str) -> None:
-        """Have one of our engines load the next update beside its weights. Raises `EngineRefused`."""
-        await self.update("/prepare_weights", {"model_path": path, "weight_version": label}, self._control_timeout_s)
+    async def prepare_weights(self, claim: SlotManifest) -> bool:
+        """Have one of our engines load the next update beside its weights. Whether it did and its bytes are those of
+        the claim; it may be without the memory for it. Raises `EngineRefused`."""
+        request = protocol.UpdateWeightsRequest(model_path=claim.path, weight_version=claim.label, claim=claim)
+        body = await self.call("POST", "/prepare_weights", request, self._control_timeout_s)
+        return self.decode("/prepare_weights", body, protocol.UpdateAnswer).verified
 
     async def update(
         self, path: str, payload: Struct | Mapping[str, object], timeout_s: float, flush_cache: bool = False

@@ -92,14 +92,16 @@ class ControlRoutes:
     async def _prepare(self, http: web.Request) -> web.Response:
         request = await _body(http, protocol.UpdateWeightsRequest)
         async with self._updating:
-            await self._core.prepare_weights(request.model_path, request.weight_version)
-        return send(protocol.UpdateAnswer(success=True))
+            verified = await self._core.prepare_weights(request.model_path, request.weight_version, request.claim)
+        return send(protocol.UpdateAnswer(success=True, verified=verified))
 
     async def _update_from_disk(self, http: web.Request) -> web.Response:
         request = await _body(http, protocol.UpdateWeightsRequest)
         async with self._updating:
             waiting = len(self._live()) if self._core.paused else 0
-            await self._core.update_weights(request.model_path, request.weight_version, request.abort_all_requests)
+            await self._core.update_weights(
+                request.model_path, request.weight_version, request.abort_all_requests, request.claim
+            )
             self.model_path = request.model_path
         message = "Succeeded to update model weights."
         return send(protocol.UpdateAnswer(success=True, message=message, num_paused_requests=waiting))

@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from models.engines.protocol import FinishReason, Load, PauseMode, SamplingParams, VersionSpan
 from models.errors import RequestRefused, WeightsRefused
+from models.weights.shared_memory_reader import SlotManifest
 
 # --------------------------------------------------------------------------------------------------
 # Device memory that an engine releases while another process uses the device. Bookkeeping only: nothing is allocated.
@@ -287,13 +288,17 @@ class EngineCore(Protocol):
     async def flush_cache(self) -> bool:
         """Forget all reusable prefixes. False, and nothing is done, if a request is running."""
 
-    async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
+    async def update_weights(
+        self, path: str, label: str | None, abort_all: bool, claim: SlotManifest | None = None
+    ) -> None:
         """Load new weights and call them `label`. Unpaused, waits until the running requests have finished on the old
-        weights, and meanwhile holds new requests back. Raises `WeightsRefused`, with nothing changed."""
+        weights, and meanwhile holds new requests back. Raises `WeightsRefused`, with nothing changed unless files were
+        overwritten while they were read."""
 
-    async def prepare_weights(self, path: str, label: str | None) -> None:
+    async def prepare_weights(self, path: str, label: str | None, claim: SlotManifest | None = None) -> bool:
         """Load what the next `update_weights` of this path and label will take, while generation goes on. An engine
-        without the memory for it does nothing. Raises `WeightsRefused`."""
+        without the memory for it does nothing. Whether it did, and has compared the bytes with a claim. Raises
+        `WeightsRefused`."""
 
     async def relabel(self, label: str) -> None:
         """Change the label only."""

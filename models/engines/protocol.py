@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct, field
 
+from models.weights.shared_memory_reader import SlotManifest
+
 PauseMode = Literal["abort", "retract", "in_place"]
 EXPECTED_SGLANG = "0.5.23"  # the release whose behaviour the contract tests pin
 DEFAULT_LABEL = "default"  # of weights without a given name
@@ -198,13 +200,14 @@ class AbortRequest(Struct, frozen=True, omit_defaults=True):
     abort_all: bool = False
 
 
-class UpdateWeightsRequest(Struct, frozen=True, kw_only=True):
-    """Body of POST /update_weights_from_disk. `flush_cache` has SGLang's default."""
+class UpdateWeightsRequest(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Body of POST /update_weights_from_disk and of our engines' /prepare_weights. The defaults are SGLang's."""
 
     model_path: str
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+    claim: SlotManifest | None = None  # for our engines: what the directory must hold, byte for byte
 
 
 class UpdateVersionRequest(Struct, frozen=True, kw_only=True):
@@ -220,6 +223,7 @@ class UpdateAnswer(Struct, frozen=True, kw_only=True):
     success: bool
     message: str = ""
     num_paused_requests: int | None = 0
+    verified: bool = False  # of our engines' /prepare_weights: the claim holds, and the weights are there
 
 
 class CheckerRequest(Struct, frozen=True):

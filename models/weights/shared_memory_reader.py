@@ -5,7 +5,8 @@ Invariants:
 - the digest is a fold of the digests of pieces of `PIECE_BYTES`, so that pieces are digested beside each other, and
   while what was copied is in the cache; a process may share one verification among its engines (`anew=False`);
 - a copy of its tensors may be used only after its `check()`: the counter shows whether a writer was active between the
-  verification and the end of the copy.
+  verification and the end of the copy;
+- who copies all of it anyway has it copied during the verification (`into`), while the bytes are in the cache.
 
 Slots are memory that changes later: an engine must copy the tensors out. A loader that maps the file (safetensors on
 a CPU does) and keeps the mapping would see the next version appear inside the current one.
@@ -16,10 +17,11 @@ make a `SlotReader` before the load, and call its `check` after it.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
@@ -72,9 +74,14 @@ class SlotReader:
     slot.check()                         # raises TornWeights: discard the copy
     """
 
-    def __init__(self, claim: SlotManifest, *, anew: bool = True) -> None:
-        """`anew=False`: what this process has verified already is not read again. Of several that ask at once, one
-        reads and the others wait for it."""
+    def __init__(self, claim: SlotManifest, *, anew: bool = True, into: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            anew: if not, what this process has verified already is not read again. Of several that ask at once, one
+                reads and the others wait for it.
+            into: addresses of memory that gets the tensors of these names meanwhile. Only after `check` it holds this
+                version.
+        """
         self._claim = claim
         self._directory = Path(claim.path)
         try:
@@ -90,7 +97,7 @@ class SlotReader:
         with _verifying:
             version = (claim.label, claim.digest, claim.generation, file)
             if anew or _verified.get(claim.path) != version:
-                self._check_digest()
+                self._check_digest(into or {})
                 self.check()
                 _verified[claim.path] = version
 
@@ -114,11 +121,22 @@ class SlotReader:
             f"the slot {state}; discard the tensors read and fetch the newest announcement"
         )
 
-    def _check_digest(self) -> None:
-        data = self._data[self.layout.data_start :]
+    def _check_digest(self, into: Mapping[str, int]) -> None:
+        before, data = self.layout.data_start, self._data[self.layout.data_start :]
+        copies = [list[tuple[int, int, int]]() for _ in range(0, len(data), PIECE_BYTES)]  # target, source, bytes
+        for item in self.layout.tensors:
+            if (target := into.get(item.spec.name)) is not None:
+                for number, start, end in in_pieces(item.start - before, item.end - before):
+                    copies[number].append((target + start + before - item.start, data.ctypes.data + start, end - start))
+
+        def take(number: int) -> bytes:
+            digest = digest_of(data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES])
+            for copy in copies[number]:
+                ctypes.memmove(*copy)
+            return digest
+
         with ThreadPoolExecutor(THREADS, "verify") as pool:
-            starts = range(0, len(data), PIECE_BYTES)
-            found = fold_digests(pool.map(lambda start: digest_of(data[start : start + PIECE_BYTES]), starts))
+            found = fold_digests(pool.map(take, range(len(copies))))
         if found != self._claim.digest:
             self.check()  # a writer at work explains the difference; that is no corruption
             raise DigestMismatch(
@@ -130,6 +148,12 @@ class SlotReader:
 def digest_of(piece: npt.NDArray[np.uint8]) -> bytes:
     """xxh3_128 of raw bytes. Other threads run meanwhile."""
     return xxhash.xxh3_128_digest(piece.data)
+
+
+def in_pieces(start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The pieces that the tensor bytes [start, end) lie in: number, and the part [start, end) that lies in it."""
+    for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES)):
+        yield number, max(start, number * PIECE_BYTES), min(end, (number + 1) * PIECE_BYTES)
 
 
 def fold_digests(digests: Iterable[bytes]) -> str:

@@ -53,6 +53,7 @@ from models.weights.shared_memory_reader import (
     SlotManifest,
     digest_of,
     fold_digests,
+    in_pieces,
 )
 from models.weights.slot_directory import DirectoryLease
 
@@ -119,8 +120,7 @@ class _ParallelWrite:
         """Copy it to its place. Waits while many copies are under way: a tensor may exist for its copy alone."""
         target, source = self._slot.target_and_source(place, tensor)
         start, end = place.start - self._slot.data_start, place.end - self._slot.data_start
-        for number in range(start // PIECE_BYTES, -(-end // PIECE_BYTES)):
-            begin, stop = max(start, number * PIECE_BYTES), min(end, (number + 1) * PIECE_BYTES)
+        for number, begin, stop in in_pieces(start, end):
             part = slice((begin - start) // target.itemsize, (stop - start) // target.itemsize)
             if stop - begin < ASIDE_BYTES:
                 self._copy(number, stop - begin, target[part], source[part])

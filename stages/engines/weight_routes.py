@@ -25,6 +25,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,8 @@ class DiskRoute(WeightRoute):
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        slot = await asyncio.to_thread(SlotReader, announcement, anew=self.anew)
-        yield await self.preparation.make(client, announcement, slot.check)
+        verify = partial(SlotReader, announcement, anew=self.anew)
+        yield await self.preparation.make(client, announcement, verify)
 
 
 class TensorRoute(WeightRoute):
@@ -190,7 +191,7 @@ class DeltaRoute(WeightRoute):
                 disk = DiskRoute(self.preparation, anew=self.anew)
                 yield await stack.enter_async_context(disk.open(client, announcement))
             else:
-                yield await self.preparation.make(client, manifest, lambda: None)
+                yield await self.preparation.make(client, manifest, None)
 
 
 class WeightRoutes:

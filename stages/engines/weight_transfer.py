@@ -88,25 +88,32 @@ class Preparation:
         self._one_at_a_time = one_at_a_time
         self._unable: EngineClient | None = None
         self._loaded: tuple[EngineClient, SlotManifest] | None = None
+        self._verifies = False  # that engine has compared the bytes itself, while it copied them
 
-    async def make(self, client: EngineClient, claim: SlotManifest, check: Callable[[], None]) -> Transfer:
-        """What has the paused engine load the directory by itself. `check` raises if the directory changed meanwhile.
-        Raises EngineError."""
+    async def make(
+        self, client: EngineClient, claim: SlotManifest, verify: Callable[[], SlotReader] | None
+    ) -> Transfer:
+        """What has the paused engine load the directory by itself. `verify`: before an engine that does not do so.
+        Raises EngineError and WeightsError."""
         if client is not self._unable and self._loaded != (client, claim):
             try:
                 async with self._one_at_a_time:
-                    await client.prepare_weights(claim.path, claim.label)
+                    self._verifies = await client.prepare_weights(claim)
             except EngineRefused as error:
                 if error.status != NOT_FOUND:
                     raise
-                self._unable = client  # another kind of engine
-            else:
-                check()
-                self._loaded = client, claim
+                self._unable, self._verifies = client, False  # another kind of engine
+            self._loaded = client, claim
+        verifies = self._verifies
+        slot = None if verifies or verify is None else await asyncio.to_thread(verify)
 
         async def apply(flush_cache: bool) -> WeightsUpdated:
-            done = await client.update_weights_from_disk(claim.path, claim.label, flush_cache=flush_cache)
-            check()
+            # With the claim, for the engine may have had to give up what it prepared.
+            done = await client.update_weights_from_disk(
+                claim.path, claim.label, flush_cache=flush_cache, claim=claim if verifies else None
+            )
+            if slot is not None:
+                slot.check()
             return done
 
         return apply

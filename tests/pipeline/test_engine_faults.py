@@ -207,9 +207,11 @@ def test_an_engine_that_refuses_the_second_version_ends_the_run(
 ) -> None:
     original = EngineClient.update_weights_from_disk
 
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+    async def update(
+        client: EngineClient, path: str, label: str | None, flush_cache: bool = True, **claim: Any
+    ) -> WeightsUpdated:
         if label == "0.0":
-            return await original(client, path, label, flush_cache)
+            return await original(client, path, label, flush_cache, **claim)
         raise EngineRefused(client.base_url, 400, "no room for them")
 
     monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)

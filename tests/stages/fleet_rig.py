@@ -127,7 +127,7 @@ class Fleet:
         its place."""
         requested: list[Update] = []
 
-        async def note(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> None:
+        async def note(client: EngineClient, path: str, label: str | None, *_: object, **__: object) -> None:
             requested.append(Update(client.base_url, path, label))
             if hook is not None:
                 await hook(requested[-1])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,11 +15,14 @@ from safetensors.torch import load_file
 
 from configs.schema.rollout import EngineConfig, UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.embedded.transformer import LiveWeights
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer
 from models.errors import CheckpointUnavailable
 from models.tiny import TinyRecipe, make_tiny_checkpoint
 from models.weights.delta import differences, full_versions
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
+from stages.engines import weight_routes
 from stages.engines.stage import END
 from stages.messages import WeightsAnnouncement
 from stages.ports import SameHost, Topic
@@ -130,8 +134,10 @@ async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready
     original = EngineClient.update_weights_from_disk
     lie = True
 
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
-        done = await original(client, path, label, flush_cache)
+    async def update(
+        client: EngineClient, path: str, label: str | None, flush_cache: bool = True, **claim: Any
+    ) -> WeightsUpdated:
+        done = await original(client, path, label, flush_cache, **claim)
         if lie:
             await core_of(server).relabel("another")
         return done
@@ -227,6 +233,49 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
         assert await server.core.checksums() == found
 
 
+@pytest.mark.parametrize("room", [True, False])
+async def test_an_engine_that_compares_the_bytes_itself_saves_another_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """Without memory for a second set of weights it cannot; then the stage does. A flipped byte stops it either way."""
+    source = make_tiny_checkpoint(tmp_path / "model", TinyRecipe(hidden_size=32, num_layers=1, intermediate_size=64))
+    looks: list[int] = []
+
+    class Looking(SlotReader):
+        def __init__(self, claim: SlotManifest, *, anew: bool = True) -> None:
+            looks.append(claim.version)
+            super().__init__(claim, anew=anew)
+
+    claims: list[bool] = []
+
+    def update(client: EngineClient, *_: object, claim: SlotManifest | None, **__: object) -> None:
+        claims.append(claim is not None)
+
+    monkeypatch.setattr(weight_routes, "SlotReader", Looking)
+    before_calls(monkeypatch, EngineClient, "update_weights_from_disk", update)
+    monkeypatch.setattr(LiveWeights, "has_room", lambda weights, sets: room)
+    async with open_fleet(tmp_path, monkeypatch, source=source) as one:
+        server = EngineServer(EngineConfig(engine_device="cpu"), str(source), max_context_len=64, seed=0)
+        await one.stack.enter_async_context(server)
+        one.rig.engine_at(server.url)
+        first = load_file(source / "model.safetensors")
+        publisher = one.publisher(source)
+        for version in (0, 1):
+            announcement = publisher.write_tensors(version, {n: t * (1 + version) for n, t in first.items()})
+            one.weights.announce(announcement)
+            await one.landed(version)
+        assert set(looks) == (set() if room else {0, 1})
+        assert set(claims) == {room}, "what the engine prepared may be gone by then"
+        claims.clear()
+        announcement = publisher.write_tensors(2, first)
+        with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\x55")
+        one.weights.announce(announcement)
+        await until(lambda: one.failures() > 0)
+        assert (claims, server.core.label) == ([], "0.1")
+
+
 async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_in_full(following: Following) -> None:
     """What it carries may be a mixture, so that nothing is built on it: the trainer's slot, not the route's copy."""
     async with following() as (one, publisher):
@@ -314,7 +363,9 @@ async def test_weights_that_came_without_a_flush_count(
 ) -> None:
     asked: list[bool] = []
 
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+    async def update(
+        client: EngineClient, path: str, label: str | None, flush_cache: bool = True, **claim: Any
+    ) -> WeightsUpdated:
         asked.append(flush_cache)
         named = label if flushed or not flush_cache else None
         request = {"model_path": path, "weight_version": named}
@@ -373,6 +424,7 @@ async def test_by_broadcasts_engines_update_one_after_the_other(fleet: Fleet, mo
 
 @pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])
 async def test_bytes_that_are_not_the_announced_ones_are_never_sent(fleet: Fleet, route: str) -> None:
+    """An engine of our own is asked to load them beside its weights, since it may compare them itself."""
     await fleet.serving()
     announcement = fleet.weights.write(1)
     with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
@@ -381,7 +433,7 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_sent(fleet: Fleet
     calls = fleet.count_calls()
     fleet.weights.announce(msgspec.structs.replace(announcement, transport=route))
     await until(lambda: fleet.failures() > 0)
-    assert {path for _, path in calls} <= {"/server_info"}
+    assert {path for _, path in calls} <= {"/prepare_weights" if route == "disk" else "/server_info"}
     assert fleet.served()
     assert fleet.labels() == ["0.0"]
     await fleet.land(2)

@@ -135,9 +135,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Every load of the embedded engine leaves the fault behind."""
     original = LiveWeights.load
 
-    def load(weights: LiveWeights, directory: Path) -> None:
+    def load(weights: LiveWeights, *given: Any, **named: Any) -> None:
         before = {name: tensor.clone() for name, tensor in weights.names.items()}
-        original(weights, directory)
+        original(weights, *given, **named)
         fault(weights.names, before)
 
     monkeypatch.setattr(LiveWeights, "load", load)
@@ -310,12 +310,12 @@ async def test_a_worker_that_a_router_would_hide_is_asked_by_itself(proven: Open
         original = EngineClient.update_weights_from_disk
 
         async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
+            client: EngineClient, path: str, label: str | None, flush_cache: bool = True, **claim: Any
         ) -> WeightsUpdated:
             if client.base_url == run.one.servers[1].url:
                 await run.one.servers[1].core.relabel(label)  # type: ignore[union-attr, arg-type]
                 return WeightsUpdated("Succeeded", flush_cache)
-            return await original(client, path, label, flush_cache)
+            return await original(client, path, label, flush_cache, **claim)
 
         run.one.patch.setattr(EngineClient, "update_weights_from_disk", update)
         run.move(1e-4)

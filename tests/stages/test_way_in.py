@@ -19,7 +19,7 @@ from models.engines.protocol import ServerInfo, UpdateVersionRequest
 from models.errors import EngineRefused, TornWeights
 from models.weights import shared_memory_reader
 from models.weights.layout import Bucket
-from models.weights.shared_memory_reader import SlotReader
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.transfer import SharedBuffer
 from stages.engines.weight_transfer import BucketTransfer
 from stages.topic_values import EngineAddress
@@ -48,13 +48,14 @@ async def test_engines_of_one_process_share_one_verification(fleet: Fleet, engin
     digested = count_verified(fleet)
     at_work, most, original = 0, 0, EngineClient.prepare_weights
 
-    async def prepare(client: EngineClient, path: str, label: str) -> None:
+    async def prepare(client: EngineClient, claim: SlotManifest) -> bool:
         nonlocal at_work, most
         at_work += 1
         most = max(most, at_work)
         await idle()
-        await original(client, path, label)
+        verified = await original(client, claim)
         at_work -= 1
+        return verified
 
     fleet.patch.setattr(EngineClient, "prepare_weights", prepare)
     for version in (1, 2):
@@ -94,7 +95,7 @@ async def test_what_goes_wrong_ahead_of_the_turn_is_judged_in_the_turn(fleet: Fl
     await fleet.serving()
     left = refusals
 
-    def prepare(client: EngineClient, path: str, label: str) -> None:
+    def prepare(client: EngineClient, claim: SlotManifest) -> None:
         nonlocal left
         if left:
             left -= 1

@@ -36,6 +36,7 @@ from models.engines.embedded.transformer import LiveWeights, Transformer
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.text import TextCodec
 from models.errors import EngineServerError, EngineStartError, WeightsRefused
+from models.weights.shared_memory_reader import SlotManifest
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -136,7 +137,9 @@ class EmbeddedEngine(EngineCore):
     async def flush_cache(self) -> bool:
         return await self._ask(self.stepper.flush)
 
-    async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
+    async def update_weights(
+        self, path: str, label: str | None, abort_all: bool, claim: SlotManifest | None = None
+    ) -> None:
         def change() -> None:
             self._memory.check_load()
             prepared, self._prepared = self._prepared, None
@@ -145,19 +148,21 @@ class EmbeddedEngine(EngineCore):
                 self._weights = self._transformer.weights
                 self._spare = prepared[2] if self._weights.embed.device.type == "cpu" else None
             else:
-                self.stepper.swap(lambda: self._weights.load(Path(path)), label)
+                self.stepper.swap(lambda: self._weights.load(Path(path), claim), label)
             self._memory.unloaded = False
 
         await self._between_requests(change, abort_all)
 
-    async def prepare_weights(self, path: str, label: str | None) -> None:
+    async def prepare_weights(self, path: str, label: str | None, claim: SlotManifest | None = None) -> bool:
         spare = self._spare or (self._prepared and self._prepared[2])
         self._prepared = self._spare = None  # the thread of a call that was cancelled may write to it still
         # A set, unless it is there, and as much again for all else.
         if self.paused or self._memory.away or not self._weights.has_room(2 if spare is None else 1):
-            return
+            return False
         length = self.facts.context_length
-        self._prepared = path, label, await asyncio.to_thread(self._transformer.beside, Path(path), length, spare)
+        loaded = await asyncio.to_thread(self._transformer.beside, Path(path), claim, length, spare)
+        self._prepared = path, label, loaded
+        return claim is not None
 
     async def relabel(self, label: str) -> None:
         await self._ask(lambda: self.stepper.relabel(label))

@@ -19,9 +19,9 @@ import xxhash
 from safetensors import SafetensorError
 
 from models.engines.embedded.model_spec import ModelSpec
-from models.errors import CheckpointUnavailable, WeightsRefused
+from models.errors import CheckpointUnavailable, WeightsError, WeightsRefused
 from models.families.source import CheckpointTensors
-from models.weights.shared_memory_reader import THREADS, Mapped, keep_mapped
+from models.weights.shared_memory_reader import THREADS, Mapped, SlotManifest, SlotReader, keep_mapped
 
 # --------------------------------------------------------------------------------------------------
 # Live weights of a served model: allocated once, swapped in place from safetensors files.
@@ -36,6 +36,7 @@ from models.weights.shared_memory_reader import THREADS, Mapped, keep_mapped
 
 
 _FLOATS: Final = ("F32", "BF16", "F16", "F64", "F8_E4M3")
+_STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _SHOWN: Final = 3  # names listed in a refusal
 
 
@@ -72,19 +73,36 @@ class LiveWeights:
         self.norm = self._whole("model.norm.weight", shape.hidden)
         self.head = self.embed if shape.tied else self._whole("lm_head.weight", shape.vocabulary, shape.hidden)
 
-    def load(self, directory: Path) -> None:
-        """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`."""
+    def load(self, directory: Path, claim: SlotManifest | None = None, *, served: bool = True) -> None:
+        """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`.
+
+        `claim`: what its files must hold, byte for byte. `served`: nothing may be written before they are compared.
+        """
         try:
             tensors = _opened(directory)
             self._check(directory, tensors)
-            with ThreadPoolExecutor(THREADS, "load") as threads:
-                list(threads.map(lambda name: _copy(self.names[name], tensors.whole(name)), self.names))
+            into = {} if served or claim is None else self._targets(tensors)
+            slot = None if claim is None else SlotReader(claim, into=into)
+            if not into:
+                with ThreadPoolExecutor(THREADS, "load") as threads:
+                    list(threads.map(lambda name: _copy(self.names[name], tensors.whole(name)), self.names))
             for spread, norm in self._derived:
                 spread.copy_(norm.expand_as(spread))
+            if slot is not None:
+                slot.check()
         except CheckpointUnavailable as error:
             raise WeightsRefused(f"model_path={directory}: {error}") from error
+        except WeightsError as error:  # of the claim
+            raise WeightsRefused(str(error)) from error
         except (SafetensorError, OSError) as error:
             raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
+
+    def _targets(self, tensors: CheckpointTensors) -> dict[str, int]:
+        """Addresses of the live tensors, if all of them take the files' bytes as they are."""
+        alike = {tensors.slice(name).get_dtype() for name in self.names} == {_STORED[self._dtype]}
+        if not alike or self._device.type != "cpu" or not all(map(torch.Tensor.is_contiguous, self.names.values())):
+            return {}
+        return {name: tensor.data_ptr() for name, tensor in self.names.items()}
 
     def has_room(self, sets: int) -> bool:
         """Whether the device has memory for so many sets of these weights."""
@@ -220,13 +238,15 @@ class Transformer:
         self._floors = {n: torch.tensor((n * spec.norm_eps) ** 0.5) for n in (spec.shape.hidden, spec.shape.head)}
         self._head = weights.head.t()
 
-    def beside(self, directory: Path, positions: int, spare: Transformer | None) -> Transformer:
+    def beside(
+        self, directory: Path, claim: SlotManifest | None, positions: int, spare: Transformer | None
+    ) -> Transformer:
         """The same forward over a second set of weights, in `spare` if there is one, loaded from a checkpoint. Raises
         `WeightsRefused`."""
         if spare is None:
             weights = LiveWeights(self.spec, self.weights.embed.device, self.weights.embed.dtype)
             spare = Transformer(self.spec, weights, positions)
-        spare.weights.load(directory)
+        spare.weights.load(directory, claim, served=False)
         return spare
 
     def trade(self, other: Transformer) -> None:

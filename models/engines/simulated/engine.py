@@ -21,6 +21,7 @@ from configs.schema.rollout import EngineConfig
 from models.engines.core import Completion, Deliver, EngineCore, EngineFacts, MemoryAccount, MemoryTag, nowhere
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.simulated.schedule import Schedule
+from models.weights.shared_memory_reader import SlotManifest
 
 _UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens
 
@@ -98,7 +99,9 @@ class SimulatedEngine(EngineCore):
         self.schedule.advance(self._now)
         return self.schedule.flush()
 
-    async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
+    async def update_weights(
+        self, path: str, label: str | None, abort_all: bool, claim: SlotManifest | None = None
+    ) -> None:
         """Waits for the running requests unless paused, then stands still for the configured time."""
         async with self._updating:
             self._memory.check_load()
@@ -115,9 +118,10 @@ class SimulatedEngine(EngineCore):
                 self.schedule.release(self._now)
                 self._pump()
 
-    async def prepare_weights(self, path: str, label: str | None) -> None:
+    async def prepare_weights(self, path: str, label: str | None, claim: SlotManifest | None = None) -> bool:
         """There are no tensors: requests go on for the configured time."""
         await asyncio.sleep(self._prepare_s)
+        return False
 
     async def relabel(self, label: str) -> None:
         self.schedule.relabel(self._now, label)

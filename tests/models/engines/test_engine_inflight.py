@@ -114,7 +114,8 @@ async def roll(target: Target, mode: PauseMode, rollouts: list[Rollout]) -> dict
         for before, label in pairwise(paths):
             await longer(rollouts, before)
             if ours and label != "v2":
-                await client.prepare_weights(paths[label], label)
+                checkpoint = {"model_path": paths[label], "weight_version": label}
+                await client.update("/prepare_weights", checkpoint, 60.0)
                 await longer(rollouts, before, 60)  # by the weights in use
             await client.pause(mode)
             await client.update_weights_from_disk(paths[label], label, flush_cache=mode != "in_place")
@@ -211,9 +212,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     original = LiveWeights.load
 
-    def load(weights: LiveWeights, directory: Path) -> None:
+    def load(weights: LiveWeights, *given: Any, **named: Any) -> None:
         found.append(current_thread().name)
-        original(weights, directory)
+        original(weights, *given, **named)
 
     monkeypatch.setattr(LiveWeights, "load", load)
     return found
@@ -268,6 +269,7 @@ def test_slots_stay_mapped_and_each_version_is_read_from_them(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints do not, and a file that takes another's place is another one."""
+    monkeypatch.setattr("models.engines.embedded.transformer._mapped", {})  # without slots of other tests
     weights = Bench(checkpoints()).engine._weights
     slots, sources = [tmp_path / f"slot-{index}" for index in range(2)], [checkpoints(seed=seed) for seed in range(3)]
 
