@@ -47,7 +47,7 @@ from stages.engines.colocation import KEY as DEVICE
 from stages.engines.stage import END
 from stages.ports import Inlet, Ports
 from stages.prompts.stage import PromptStage
-from stages.topic_values import ADDRESS, BROUGHT, DECIDED, DIRECTORY, LEAVE, ORDER, SETTINGS
+from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
 from stages.train.checkpoints import SAVE
 from transport import Hub, Node, TopicServer
 from transport.security import load_security
@@ -71,7 +71,6 @@ TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
     DEVICE: _TRAIN,
     "eval/": frozenset({"evaluate"}),
     "drain": frozenset({"prompts"}),
-    DECIDED: frozenset({"group"}),
     **dict.fromkeys((*CONTROLLERS_KEYS, SETTINGS, SAVE), _CONTROLLER),
     **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
 }

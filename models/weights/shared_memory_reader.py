@@ -33,7 +33,7 @@ import xxhash
 from msgspec import Struct
 
 from models.disk import open_file
-from models.errors import DigestMismatch, TornWeights
+from models.errors import DigestMismatch, LayoutMismatch, TornWeights
 from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
 from models.weights.slot_directory import DirectoryLease
 
@@ -74,13 +74,17 @@ class SlotReader:
     slot.check()                         # raises TornWeights: discard the copy
     """
 
-    def __init__(self, claim: SlotManifest, *, anew: bool = True, into: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, claim: SlotManifest, *, anew: bool = True, into: Mapping[str, tuple[int, int]] | None = None
+    ) -> None:
         """
         Args:
             anew: if not, what this process has verified already is not read again. Of several that ask at once, one
                 reads and the others wait for it.
-            into: addresses of memory that gets the tensors of these names meanwhile. Only after `check` it holds this
-                version.
+            into: memory that gets the tensors of these names meanwhile, as address and bytes. It holds this version
+                only once this has returned.
+
+        Raises TornWeights, DigestMismatch and LayoutMismatch, the last with no memory touched.
         """
         self._claim = claim
         self._directory = Path(claim.path)
@@ -121,13 +125,15 @@ class SlotReader:
             f"the slot {state}; discard the tensors read and fetch the newest announcement"
         )
 
-    def _check_digest(self, into: Mapping[str, int]) -> None:
+    def _check_digest(self, into: Mapping[str, tuple[int, int]]) -> None:
         before, data = self.layout.data_start, self._data[self.layout.data_start :]
         copies = [list[tuple[int, int, int]]() for _ in range(0, len(data), PIECE_BYTES)]  # target, source, bytes
         for item in self.layout.tensors:
-            if (target := into.get(item.spec.name)) is not None:
-                for number, start, end in in_pieces(item.start - before, item.end - before):
-                    copies[number].append((target + start + before - item.start, data.ctypes.data + start, end - start))
+            target, nbytes = into.get(item.spec.name, (0, 0))
+            if target and nbytes != item.end - item.start:
+                raise LayoutMismatch(f"{self._directory}: {item.spec} does not fit into {nbytes} bytes")
+            for number, start, end in in_pieces(item.start - before, item.end - before) if target else ():
+                copies[number].append((target + start + before - item.start, data.ctypes.data + start, end - start))
 
         def take(number: int) -> bytes:
             digest = digest_of(data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES])

@@ -338,6 +338,30 @@ def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
     assert len(load_batch(template, 3)) == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", ["generate+reward+group", "none"])
+def test_a_group_ends_early_in_whichever_processes_the_stages_are(tmp_path: Path, chain: str) -> None:
+    """Answers without the character are short, so that most groups have begun with equal rewards."""
+    lengths = {"length_mean": 40, "length_sigma": 1.5, "length_cap": 1000, "a_ms": 4}
+    flags = [
+        *SMALL,
+        *made_model(),
+        *SIMULATED,
+        "--chain",
+        chain,
+        "--rm-type",
+        "contains:7",
+        "--n-samples-per-prompt",
+        "8",
+    ]
+    flags += ["--rollout-max-response-len", "1000", "--dynamic-sampling-filter", "nonzero_std"]
+    flags += [f"engine.simulated.{name}={value}" for name, value in lengths.items()]
+    done = succeed(tmp_path / "run", *flags, "--dynamic-sampling-early-after", "2")
+    dropped = [name for row in read_metrics(done.run_dir / "metrics.jsonl") for name in row if name.endswith("_early")]
+    assert dropped
+    assert done.summary["restarts"] == {}, "a replica that may not tell the others ends"
+
+
 @pytest.mark.full
 def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(run: Scripted) -> None:

@@ -97,12 +97,12 @@ class LiveWeights:
         except (SafetensorError, OSError) as error:
             raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
 
-    def _targets(self, tensors: CheckpointTensors) -> dict[str, int]:
-        """Addresses of the live tensors, if all of them take the files' bytes as they are."""
+    def _targets(self, tensors: CheckpointTensors) -> dict[str, tuple[int, int]]:
+        """Address and bytes of the live tensors, if all of them take the files' bytes as they are."""
         alike = {tensors.slice(name).get_dtype() for name in self.names} == {_STORED[self._dtype]}
         if not alike or self._device.type != "cpu" or not all(map(torch.Tensor.is_contiguous, self.names.values())):
             return {}
-        return {name: tensor.data_ptr() for name, tensor in self.names.items()}
+        return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in self.names.items()}
 
     def has_room(self, sets: int) -> bool:
         """Whether the device has memory for so many sets of these weights."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from models.engines.embedded import transformer
 from models.engines.embedded.engine import EmbeddedEngine
-from models.errors import WeightsRefused
+from models.errors import LayoutMismatch, WeightsRefused
 from models.weights import shared_memory_reader
 from models.weights.layout import read_layout
 from models.weights.shared_memory_reader import SlotManifest
@@ -213,9 +213,12 @@ def test_a_copy_reaches_every_byte_of_the_layout(slots: Slots) -> None:
     sizes = {item.spec.name: item.end - item.start for item in layout.tensors}
     memory = {name: np.zeros(nbytes, np.uint8) for name, nbytes in sizes.items()}
     left_out = next(iter(memory))
-    addresses = {name: array.ctypes.data for name, array in memory.items() if name != left_out}
-    reader = shared_memory_reader.SlotReader(slot, into=addresses)
+    places = {name: (array.ctypes.data, array.nbytes) for name, array in memory.items() if name != left_out}
+    reader = shared_memory_reader.SlotReader(slot, into=places)
     for spec, data in reader.tensors():
         assert np.array_equal(memory[spec.name], data) == (spec.name != left_out)
+    with pytest.raises(LayoutMismatch, match="does not fit into 8 bytes"):
+        shared_memory_reader.SlotReader(slot, into={left_out: (memory[left_out].ctypes.data, 8)})
+    assert not memory[left_out].any()
     assert max(sizes.values()) > 2 * PIECE
     assert min(sizes.values()) * 2 < PIECE
