@@ -3,8 +3,10 @@
 Invariants: a group leaves as one slice with its members in index order and the sequences of a rollout in sequence
 order, or is settled: here (filtered, failed, discarded), or by the controller after a member became a dead letter. The
 leases of its parts are released only then, so a lost replica loses nothing. For each (group, index) the first rollout
-wins: rollouts of a redelivered prompt are dropped. The input stream is keyed: all slices of a group come to the same
-replica, and the incomplete groups of a retired replica move to another replica whole.
+wins: rollouts of a redelivered prompt are dropped. A group that its filters drop for its first rollouts is settled like
+any other, when all have come: generate, which is told by the topic, ends the rest, and their tokens count. The input
+stream is keyed: all slices of a group come to the same replica, and the incomplete groups of a retired replica move to
+another replica whole.
 """
 
 from __future__ import annotations
