@@ -194,8 +194,8 @@ class EngineClient(HttpClient):
         return updated
 
     async def prepare_weights(self, claim: SlotManifest) -> bool:
-        """Have one of our engines load the next update beside its weights. Whether it did and its bytes are those of
-        the claim; it may be without the memory for it. Raises `EngineRefused`."""
+        """Have one of our engines load the next update beside its weights. Returns whether it has compared the bytes
+        with the claim: one that casts them or lacks the memory has not. Raises `EngineRefused`."""
         request = protocol.UpdateWeightsRequest(model_path=claim.path, weight_version=claim.label, claim=claim)
         body = await self.call("POST", "/prepare_weights", request, self._control_timeout_s)
         return self.decode("/prepare_weights", body, protocol.UpdateAnswer).verified

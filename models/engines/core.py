@@ -297,7 +297,7 @@ class EngineCore(Protocol):
 
     async def prepare_weights(self, path: str, label: str | None, claim: SlotManifest | None = None) -> bool:
         """Load what the next `update_weights` of this path and label will take, while generation goes on. An engine
-        without the memory for it does nothing. Whether it did, and has compared the bytes with a claim. Raises
+        without the memory for it does nothing. Returns whether it did and has compared the bytes with the claim. Raises
         `WeightsRefused`."""
 
     async def relabel(self, label: str) -> None:

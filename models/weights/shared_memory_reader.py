@@ -100,7 +100,7 @@ class SlotReader:
         self.check()
         with _verifying:
             version = (claim.label, claim.digest, claim.generation, file)
-            if anew or _verified.get(claim.path) != version:
+            if anew or into or _verified.get(claim.path) != version:
                 self._check_digest(into or {})
                 self.check()
                 _verified[claim.path] = version

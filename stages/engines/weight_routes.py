@@ -10,7 +10,7 @@ any more), and `brought/<fetcher>/<engine>`, the progress. Both hold the newest 
 
 Invariants:
 - only bytes that were verified against the announced digest are sent, and a slot that changed meanwhile is noticed; an
-  embedded engine does both itself, while it copies them beside its weights;
+  embedded engine that copies them as they are does both itself, meanwhile;
 - a process verifies a version once for all its engines, but anew for an engine whose weights are in doubt;
 - an opened bracket is closed, so that any route may follow;
 - a process group belongs to one incarnation of an engine, is made anew after a failure, and is destroyed at the end.

@@ -103,9 +103,9 @@ class Preparation:
                 if error.status != NOT_FOUND:
                     raise
                 self._unable, self._verifies = client, False  # another kind of engine
-            self._loaded = client, claim
         verifies = self._verifies
         slot = None if verifies or verify is None else await asyncio.to_thread(verify)
+        self._loaded = client, claim  # not before: what was loaded from other bytes is loaded again
 
         async def apply(flush_cache: bool) -> WeightsUpdated:
             # With the claim, for the engine may have had to give up what it prepared.

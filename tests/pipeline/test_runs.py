@@ -343,17 +343,8 @@ def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
 def test_a_group_ends_early_in_whichever_processes_the_stages_are(tmp_path: Path, chain: str) -> None:
     """Answers without the character are short, so that most groups have begun with equal rewards."""
     lengths = {"length_mean": 40, "length_sigma": 1.5, "length_cap": 1000, "a_ms": 4}
-    flags = [
-        *SMALL,
-        *made_model(),
-        *SIMULATED,
-        "--chain",
-        chain,
-        "--rm-type",
-        "contains:7",
-        "--n-samples-per-prompt",
-        "8",
-    ]
+    flags = [*SMALL, *made_model(), *SIMULATED, "--chain", chain, "--rm-type", "contains:7"]
+    flags += ["--n-samples-per-prompt", "8"]
     flags += ["--rollout-max-response-len", "1000", "--dynamic-sampling-filter", "nonzero_std"]
     flags += [f"engine.simulated.{name}={value}" for name, value in lengths.items()]
     done = succeed(tmp_path / "run", *flags, "--dynamic-sampling-early-after", "2")

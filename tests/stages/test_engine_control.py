@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from configs.schema.rollout import EngineConfig, UpdateConfig
@@ -233,11 +234,13 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
         assert await server.core.checksums() == found
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize(("room", "dtype"), [(True, "float32"), (False, "float32"), (True, "bfloat16")])
 async def test_an_engine_that_compares_the_bytes_itself_saves_another_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool, dtype: Any
 ) -> None:
-    """Without memory for a second set of weights it cannot; then the stage does. A flipped byte stops it either way."""
+    """Without memory for a second set of weights it cannot, and does not where it casts them; then the stage does. A
+    flipped byte stops it either way, and what was loaded with it is loaded again once it is as it should be."""
+    compares = room and dtype == "float32"
     source = make_tiny_checkpoint(tmp_path / "model", TinyRecipe(hidden_size=32, num_layers=1, intermediate_size=64))
     looks: list[int] = []
 
@@ -255,7 +258,8 @@ async def test_an_engine_that_compares_the_bytes_itself_saves_another_look(
     before_calls(monkeypatch, EngineClient, "update_weights_from_disk", update)
     monkeypatch.setattr(LiveWeights, "has_room", lambda weights, sets: room)
     async with open_fleet(tmp_path, monkeypatch, source=source) as one:
-        server = EngineServer(EngineConfig(engine_device="cpu"), str(source), max_context_len=64, seed=0)
+        engine = EngineConfig(engine_device="cpu", engine_dtype=dtype)
+        server = EngineServer(engine, str(source), max_context_len=64, seed=0)
         await one.stack.enter_async_context(server)
         one.rig.engine_at(server.url)
         first = load_file(source / "model.safetensors")
@@ -264,16 +268,23 @@ async def test_an_engine_that_compares_the_bytes_itself_saves_another_look(
             announcement = publisher.write_tensors(version, {n: t * (1 + version) for n, t in first.items()})
             one.weights.announce(announcement)
             await one.landed(version)
-        assert set(looks) == (set() if room else {0, 1})
-        assert set(claims) == {room}, "what the engine prepared may be gone by then"
+        assert set(looks) == (set() if compares else {0, 1})
+        assert set(claims) == {compares}, "what the engine prepared may be gone by then"
         claims.clear()
         announcement = publisher.write_tensors(2, first)
-        with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
-            file.seek(-1, 2)
-            file.write(b"\x55")
+        file = Path(announcement.path) / "model.safetensors"
+        whole = file.read_bytes()
+        with file.open("r+b") as opened:
+            opened.seek(-1, 2)
+            opened.write(bytes([whole[-1] ^ 0x40]))
         one.weights.announce(announcement)
         await until(lambda: one.failures() > 0)
         assert (claims, server.core.label) == ([], "0.1")
+        with file.open("r+b") as opened:
+            opened.write(whole)
+        await one.landed(2)
+        live = server.core._weights.names
+        assert all(torch.equal(live[name], tensor.to(live[name].dtype)) for name, tensor in first.items())
 
 
 async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_in_full(following: Following) -> None:

@@ -160,9 +160,9 @@ class EmbeddedEngine(EngineCore):
         if self.paused or self._memory.away or not self._weights.has_room(2 if spare is None else 1):
             return False
         length = self.facts.context_length
-        loaded = await asyncio.to_thread(self._transformer.beside, Path(path), claim, length, spare)
-        self._prepared = path, label, loaded
-        return claim is not None
+        beside, verified = await asyncio.to_thread(self._transformer.beside, Path(path), claim, length, spare)
+        self._prepared = path, label, beside
+        return verified
 
     async def relabel(self, label: str) -> None:
         await self._ask(lambda: self.stepper.relabel(label))

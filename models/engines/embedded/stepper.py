@@ -115,7 +115,7 @@ class Stepper:
         self._forget_recorded()
         return True
 
-    def swap(self, change: Callable[[], None], label: str | None) -> None:
+    def swap(self, change: Callable[[], object], label: str | None) -> None:
         """Change the weights between two steps. If `change` raises, nothing has changed."""
         change()
         self._forget_recorded()

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from models.engines.embedded.model_spec import ModelSpec
 from models.errors import CheckpointUnavailable, WeightsError, WeightsRefused
 from models.families.source import CheckpointTensors
+from models.weights.layout import TORCH_NAMES
 from models.weights.shared_memory_reader import THREADS, Mapped, SlotManifest, SlotReader, keep_mapped
 
 # --------------------------------------------------------------------------------------------------
@@ -36,7 +37,6 @@ from models.weights.shared_memory_reader import THREADS, Mapped, SlotManifest, S
 
 
 _FLOATS: Final = ("F32", "BF16", "F16", "F64", "F8_E4M3")
-_STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _SHOWN: Final = 3  # names listed in a refusal
 
 
@@ -73,16 +73,23 @@ class LiveWeights:
         self.norm = self._whole("model.norm.weight", shape.hidden)
         self.head = self.embed if shape.tied else self._whole("lm_head.weight", shape.vocabulary, shape.hidden)
 
-    def load(self, directory: Path, claim: SlotManifest | None = None, *, served: bool = True) -> None:
+    def load(self, directory: Path, claim: SlotManifest | None = None, *, served: bool = True) -> bool:
         """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`.
 
-        `claim`: what its files must hold, byte for byte. `served`: nothing may be written before they are compared.
+        Args:
+            claim: what the directory must hold, byte for byte.
+            served: nothing may be written before the bytes are compared. Else they are compared while they are copied,
+                or not at all where they are copied otherwise: that is done once for all engines of a host.
+
+        Returns whether the bytes were compared.
         """
+        if claim is not None and Path(claim.path) != directory:
+            raise WeightsRefused(f"model_path={directory}, but the claim is about {claim.path}; name one directory")
         try:
             tensors = _opened(directory)
             self._check(directory, tensors)
             into = {} if served or claim is None else self._targets(tensors)
-            slot = None if claim is None else SlotReader(claim, into=into)
+            slot = SlotReader(claim, into=into) if claim is not None and (served or into) else None
             if not into:
                 with ThreadPoolExecutor(THREADS, "load") as threads:
                     list(threads.map(lambda name: _copy(self.names[name], tensors.whole(name)), self.names))
@@ -90,6 +97,7 @@ class LiveWeights:
                 spread.copy_(norm.expand_as(spread))
             if slot is not None:
                 slot.check()
+            return slot is not None
         except CheckpointUnavailable as error:
             raise WeightsRefused(f"model_path={directory}: {error}") from error
         except WeightsError as error:  # of the claim
@@ -99,8 +107,9 @@ class LiveWeights:
 
     def _targets(self, tensors: CheckpointTensors) -> dict[str, tuple[int, int]]:
         """Address and bytes of the live tensors, if all of them take the files' bytes as they are."""
-        alike = {tensors.slice(name).get_dtype() for name in self.names} == {_STORED[self._dtype]}
-        if not alike or self._device.type != "cpu" or not all(map(torch.Tensor.is_contiguous, self.names.values())):
+        stored = {TORCH_NAMES.get(tensors.slice(name).get_dtype()) for name in self.names}
+        alike = stored == {str(self._dtype).removeprefix("torch.")} and self._device.type == "cpu"
+        if not alike or not all(map(torch.Tensor.is_contiguous, self.names.values())):
             return {}
         return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in self.names.items()}
 
@@ -240,14 +249,13 @@ class Transformer:
 
     def beside(
         self, directory: Path, claim: SlotManifest | None, positions: int, spare: Transformer | None
-    ) -> Transformer:
-        """The same forward over a second set of weights, in `spare` if there is one, loaded from a checkpoint. Raises
-        `WeightsRefused`."""
+    ) -> tuple[Transformer, bool]:
+        """The same forward over a second set of weights, in `spare` if there is one, loaded from a checkpoint; and
+        whether its bytes were compared with the claim. Raises `WeightsRefused`."""
         if spare is None:
             weights = LiveWeights(self.spec, self.weights.embed.device, self.weights.embed.dtype)
             spare = Transformer(self.spec, weights, positions)
-        spare.weights.load(directory, claim, served=False)
-        return spare
+        return spare, spare.weights.load(directory, claim, served=False)
 
     def trade(self, other: Transformer) -> None:
         """Compute with its weights, for all that hold this forward, and leave it these."""

@@ -97,14 +97,15 @@ def count(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 async def test_a_version_is_read_once_for_its_digest_and_its_copy(
     slots: Slots, engine: EmbeddedEngine, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its bytes are those that the engine serves; else they are cast afterwards."""
-    counts = count(monkeypatch)
+    """Where its bytes are those that the engine serves. Where they are cast, one process compares them for all engines
+    of its host."""
+    counts, alike = count(monkeypatch), dtype == "float32"
     for version in (1, 2, 3):
         slot = slots.write(version)
         counts.update(digested=0, copied=0)
-        assert await engine.prepare_weights(slot.path, slot.label, slot)
-        nbytes = slots.writer.layout.data_bytes
-        assert counts == {"digested": nbytes, "copied": nbytes if dtype == "float32" else 0}
+        assert await engine.prepare_weights(slot.path, slot.label, slot) == alike
+        nbytes = slots.writer.layout.data_bytes if alike else 0
+        assert counts == {"digested": nbytes, "copied": nbytes}
         await engine.update_weights(slot.path, slot.label, False, slot)
         assert counts["digested"] == nbytes, "what was prepared is taken as it is"
         assert serves(engine, slots.version(version))
@@ -128,10 +129,10 @@ FAULTS: dict[str, tuple[Callable[[Slots, SlotManifest], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize(("dtype", "prepared"), [("float32", True), ("float32", False), ("bfloat16", False)])
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_other_bytes_are_refused_and_the_engine_keeps_its_weights(
-    slots: Slots, engine: EmbeddedEngine, fault: str, prepared: bool
+    slots: Slots, engine: EmbeddedEngine, dtype: str, fault: str, prepared: bool
 ) -> None:
     before = await engine.checksums()
     slot = slots.write(1)
@@ -144,11 +145,12 @@ async def test_other_bytes_are_refused_and_the_engine_keeps_its_weights(
     assert engine._prepared is None
     assert (await engine.checksums(), engine.label) == (before, "w1")
     again = slots.write(9)
-    assert await engine.prepare_weights(again.path, again.label, again)
+    assert await engine.prepare_weights(again.path, again.label, again) == (dtype == "float32")
     await engine.update_weights(again.path, again.label, False, again)
     assert serves(engine, slots.version(9))
 
 
+@pytest.mark.parametrize("dtype", ["float32"])
 async def test_a_slot_that_is_overwritten_during_the_copy_is_not_taken(
     slots: Slots, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,15 @@ async def test_what_was_prepared_and_given_up_is_compared_anew(slots: Slots, eng
     assert serves(engine, slots.version(1))
 
 
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_claim_about_another_directory_is_refused(slots: Slots, engine: EmbeddedEngine, served: bool) -> None:
+    one, other = slots.write(1), slots.write(2)
+    given = one.path, one.label
+    taking = engine.update_weights(*given, False, other) if served else engine.prepare_weights(*given, other)
+    with pytest.raises(WeightsRefused, match="but the claim is about"):
+        await taking
+
+
 async def test_an_engine_without_room_says_that_it_compared_nothing(
     slots: Slots, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +229,11 @@ def test_a_copy_reaches_every_byte_of_the_layout(slots: Slots) -> None:
     reader = shared_memory_reader.SlotReader(slot, into=places)
     for spec, data in reader.tensors():
         assert np.array_equal(memory[spec.name], data) == (spec.name != left_out)
+    memory[left_out][:] = 0
+    again = {left_out: (memory[left_out].ctypes.data, sizes[left_out])}
+    shared_memory_reader.SlotReader(slot, anew=False, into=again)
+    assert memory[left_out].any(), "a version that was verified before is copied all the same"
+    memory[left_out][:] = 0
     with pytest.raises(LayoutMismatch, match="does not fit into 8 bytes"):
         shared_memory_reader.SlotReader(slot, into={left_out: (memory[left_out].ctypes.data, 8)})
     assert not memory[left_out].any()
